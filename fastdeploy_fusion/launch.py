@@ -1,14 +1,22 @@
-"""Starts the ranks of one command as processes of this host. Imports nothing heavy: the launcher never loads Paddle."""
+"""Starts one command as N ranks on this host, and ends all of them when one is lost. The launcher never loads Paddle.
 
-from __future__ import annotations
+A rank tells the launcher how it ended by one JSON line on a pipe, so that the launcher alone decides which of several
+errors came first and says it once. A rank that dies without a word is named with its signal or exit code.
+"""
 
 import ctypes
+import importlib
+import json
 import os
 import random
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Mapping
+from typing import Any
+
+from .errors import PeerLost
 
 _PR_SET_PDEATHSIG = 1
 # Below the ephemeral range (usually 32768 and up): no outgoing connection can take such a port before Paddle binds it.
@@ -16,7 +24,11 @@ _PORTS = range(20000, 32000)
 
 
 def free_endpoints(count: int) -> list[str]:
-    """`count` distinct "127.0.0.1:port" addresses that nothing listened on a moment ago."""
+    """`count` distinct "127.0.0.1:port" addresses that nothing listened on a moment ago.
+
+    Raises:
+        OSError: there are not that many.
+    """
     held: list[socket.socket] = []
     try:
         for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
@@ -40,7 +52,7 @@ def free_endpoints(count: int) -> list[str]:
 def rank_environment(rank: int, endpoints: list[str], base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of rank `rank` of `len(endpoints)`: what Paddle needs to form a world over gloo, and quietly.
 
-    `OMP_NUM_THREADS` is set to this rank's share of the cores unless `base` has it.
+    `OMP_NUM_THREADS` is set to this rank's share of the cores unless `base` (default: this process's) has it.
     """
     env = dict(os.environ if base is None else base)
     env.update(
@@ -56,6 +68,12 @@ def rank_environment(rank: int, endpoints: list[str], base: Mapping[str, str] | 
     return env
 
 
+def started_as_rank(environ: Mapping[str, str] | None = None) -> bool:
+    """True when a launcher (this one or Paddle's) started this process as one of several ranks."""
+    number = (os.environ if environ is None else environ).get("PADDLE_TRAINERS_NUM", "1")
+    return number.isdigit() and int(number) > 1
+
+
 def child_path() -> list[str]:
     """This process's `sys.path` in absolute form, so that a child imports the very same package."""
     return [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
@@ -66,3 +84,53 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def rank_command(target: str, argv: list[str], report_fd: int) -> list[str]:
+    """Command line of a rank that runs `target` ("module:function", called with `argv`)."""
+    boot = (
+        f"import sys; sys.path[:] = {child_path()!r}; from fastdeploy_fusion.launch import run_rank; "
+        f"run_rank({target!r}, {report_fd}, {os.getpid()})"
+    )
+    return [sys.executable, "-c", boot, *argv]
+
+
+def run_rank(target: str, report_fd: int, parent: int) -> None:
+    """Entry of a rank's process: runs `target`, reports how it ended, exits. Never returns."""
+    die_with_parent(parent)
+    os.set_inheritable(report_fd, False)
+    signal.signal(signal.SIGTERM, _leave)
+    module, _, name = target.partition(":")
+    try:
+        code = getattr(importlib.import_module(module), name)(sys.argv[1:])
+        report = {"kind": "done"}
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        code = leaving.code if isinstance(leaving, SystemExit) and isinstance(leaving.code, int) else 1
+        report = {"kind": "left", "code": code}
+    except BaseException as error:
+        report = report_of(error)
+        code = report["code"]
+    os.write(report_fd, json.dumps(report).encode() + b"\n")
+    sys.exit(code)
+
+
+def report_of(error: BaseException) -> dict[str, Any]:
+    """What a rank says of an exception: kind, message, exit code (the exception's `exit_code`, else 1), traceback."""
+    return {
+        "kind": "peer_lost" if isinstance(error, PeerLost) else "error",
+        "message": error_message(error),
+        "code": getattr(error, "exit_code", 1),
+        "traceback": "".join(traceback.format_exception(error))[-20000:],
+    }
+
+
+def error_message(error: BaseException) -> str:
+    """The text of an exception that was meant for people; with its type in front where it may not have been."""
+    text = str(error).strip()
+    meant_for_people = hasattr(error, "exit_code") or type(error).__module__.startswith("fastdeploy_fusion")
+    return text if meant_for_people and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _leave(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise SystemExit(128 + number)

@@ -1,0 +1,190 @@
+"""The launcher's side of `launch`: watches the ranks of one command until all are done or one is lost."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .launch import free_endpoints, rank_command, rank_environment
+
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_STAGGER_S = 0.15  # Paddle's client sleeps 3 s when rank 0 does not listen yet
+_SETTLE_S = 0.3  # the rank that failed first need not be the first to be heard of
+_SETTLE_FOR_CAUSE_S = 2.0  # all that is known is that a peer is lost: time for that peer's own word
+_POLL_S = 0.02
+_KEPT_BYTES = 65536
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. `order` is lower the nearer to the cause: 0 killed, 1 failed itself, 2 lost a peer."""
+
+    order: int
+    rank: int
+    text: str
+    code: int = 1
+    traceback: str = ""
+    silent: bool = False  # it could not say why: its stderr may
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    report_fd: int
+    report: bytes = b""
+    kept: bytes = b""
+
+    def drain(self) -> None:
+        """Reads what has come in on the pipes; never blocks."""
+        self.report += _read(self.report_fd)
+        if self.process.stdout is not None:
+            self.kept = (self.kept + _read(self.process.stdout.fileno()))[-_KEPT_BYTES:]
+
+    def failure(self, num_ranks: int) -> Failure | None:
+        """None while all is well: it runs and has reported nothing bad, or it is done."""
+        report: dict[str, Any] = json.loads(self.report) if self.report.endswith(b"\n") else {}
+        kind, code = report.get("kind"), self.process.poll()
+        if kind in ("error", "peer_lost"):
+            usage = report["code"] == 2  # every rank says the same of wrong input: no rank to name
+            text = report["message"] if usage else f"rank {self.rank} of {num_ranks}: {report['message']}"
+            order = 2 if kind == "peer_lost" else 1
+            return Failure(order, self.rank, text, report["code"], report["traceback"])
+        if code is None or (code == 0 and kind == "done"):
+            return None
+        if code < 0:
+            text = f"rank {self.rank} of {num_ranks} was killed by {signal.Signals(-code).name}"
+            return Failure(0, self.rank, text, silent=True)
+        text = f"rank {self.rank} of {num_ranks} left before the work was done, with exit code {code}"
+        return Failure(1, self.rank, text, silent=True)
+
+
+@dataclass
+class _Job:
+    ranks: list[_Rank] = field(default_factory=list)
+    asked_to_stop: int = 0
+
+    def ask_to_stop(self, number: int, frame: Any) -> None:
+        self.asked_to_stop = number
+
+
+def launch(target: str, argv: list[str], num_ranks: int, *, show_traceback: bool = False) -> int:
+    """Runs `target` ("module:function") with `argv` on `num_ranks` ranks of this host; returns the exit code.
+
+    Rank 0's stdout and stderr are this process's; the other ranks' are kept (the last 64 KiB) and shown only when
+    such a rank dies without saying why. When a rank is lost the others are ended (SIGTERM, SIGKILL after 3 s), the
+    first error is written to stderr once, and the code is not 0: the one the rank gave, 1 otherwise, 128+N after
+    signal N to the launcher. Must be called in the main thread.
+    """
+    job = _Job()
+    with _handling_signals(job):
+        try:
+            _start(job, target, argv, num_ranks)
+            failures = _watch(job)
+        finally:
+            _end(job)
+    if job.asked_to_stop:
+        return 128 + job.asked_to_stop
+    if failures:
+        first = min(failures, key=lambda failure: failure.order)
+        _show(first, job.ranks[first.rank], show_traceback)
+        return first.code or 1
+    return 0
+
+
+def _start(job: _Job, target: str, argv: list[str], num_ranks: int) -> None:
+    endpoints = free_endpoints(num_ranks)
+    for rank in range(num_ranks):
+        report_fd, write_fd = os.pipe()
+        os.set_blocking(report_fd, False)
+        try:
+            process = subprocess.Popen(
+                rank_command(target, argv, write_fd),
+                env=rank_environment(rank, endpoints),
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else subprocess.PIPE,
+                stderr=None if rank == 0 else subprocess.STDOUT,
+                pass_fds=[write_fd],
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the ranks in order
+            )
+        finally:
+            os.close(write_fd)
+        if process.stdout is not None:  # stderr comes along with it
+            os.set_blocking(process.stdout.fileno(), False)
+        job.ranks.append(_Rank(rank, process, report_fd))
+        if job.asked_to_stop:
+            return
+        if rank == 0:
+            time.sleep(_STAGGER_S)
+
+
+def _watch(job: _Job) -> list[Failure]:
+    """Until every rank is done, a failure has settled, or the launcher was asked to stop."""
+    failing_since = None
+    while not job.asked_to_stop:
+        all_ended = all(rank.process.poll() is not None for rank in job.ranks)
+        for rank in job.ranks:
+            rank.drain()
+        failures = [f for rank in job.ranks if (f := rank.failure(len(job.ranks)))]
+        if all_ended:
+            return failures
+        if failures:
+            failing_since = failing_since or time.monotonic()
+            cause_known = any(f.order < 2 for f in failures)
+            if time.monotonic() - failing_since > (_SETTLE_S if cause_known else _SETTLE_FOR_CAUSE_S):
+                return failures
+        time.sleep(_POLL_S)
+    return []
+
+
+def _end(job: _Job) -> None:
+    for rank in job.ranks:
+        if rank.process.poll() is None:
+            rank.process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for rank in job.ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
+    for rank in job.ranks:
+        if rank.process.poll() is None:
+            rank.process.kill()
+        rank.process.wait()
+        rank.drain()
+        os.close(rank.report_fd)
+        if rank.process.stdout is not None:
+            rank.process.stdout.close()
+
+
+@contextlib.contextmanager
+def _handling_signals(job: _Job) -> Iterator[None]:
+    before = {number: signal.signal(number, job.ask_to_stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(failure: Failure, rank: _Rank, show_traceback: bool) -> None:
+    if failure.silent and rank.kept:
+        sys.stderr.write(rank.kept.decode(errors="replace").rstrip() + "\n")
+    if show_traceback and failure.traceback:
+        sys.stderr.write(failure.traceback)
+    sys.stderr.write(f"error: {failure.text}\n")
+    sys.stderr.flush()
+
+
+def _read(fd: int) -> bytes:
+    """All that lies in a non-blocking pipe."""
+    parts = []
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(fd, 65536):
+            parts.append(part)
+    return b"".join(parts)
