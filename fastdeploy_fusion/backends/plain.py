@@ -1,0 +1,51 @@
+"""The plain path, complete everywhere: Paddle's all-reduce, then the addition and the norm.
+
+On a CPU all of it is computed in float32, because Paddle 3.3 has no 16-bit addition, multiplication or mean there.
+"""
+
+from typing import Any
+
+import paddle
+
+from ..groups import RankGroup
+from . import host_norm
+
+
+class PlainBackend:
+    """Reduces over ``group`` with Paddle's own collective. Needs no workspace."""
+
+    name = "plain"
+    deterministic = False  # gloo and NCCL choose their algorithm, and so the order of addition, by size
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def add_rms_norm(self, partial: Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
+        """``residual`` may be None here: the sum itself is normalised."""
+        dtype = partial.dtype
+        total = self._group.all_reduce(partial.astype("float32"))
+        norm, residual_out = add_rms_norm(total, residual, weight, eps)
+        return norm.astype(dtype), residual_out.astype(dtype)
+
+    def all_reduce(self, partial: Any) -> Any:
+        return self._group.all_reduce(partial)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def add_rms_norm(x: Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
+    """``(norm_out, residual_out)`` in float32 of complete tensors: ``residual_out = x + residual``, then RMSNorm.
+
+    Args:
+        x: ``[..., hidden]`` of any float dtype; residual: same shape, or None; weight: ``[hidden]`` of any float dtype.
+    """
+    total = x.astype("float32")
+    weight = weight.astype("float32")
+    residual = None if residual is None else residual.astype("float32")
+    if total.place.is_cpu_place():
+        return host_norm.add_rms_norm(total, residual, weight, eps)
+    if residual is not None:
+        total = total + residual
+    scale = paddle.rsqrt(paddle.mean(total * total, axis=-1, keepdim=True) + eps)
+    return total * scale * weight, total

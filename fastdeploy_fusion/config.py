@@ -1,0 +1,137 @@
+"""Settings: frozen, checked when made, one home for each default, and the command-line flags that set them."""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+BACKENDS = ("auto", "trtllm", "mnnvl", "shm", "plain")
+DTYPES = ("float32", "bfloat16", "float16")
+ENABLE_FLAG = "--enable-flashinfer-allreduce-fusion"
+BACKEND_FLAG = "--flashinfer-allreduce-fusion-backend"
+MAX_TOKENS_FLAG = "--flashinfer-allreduce-fusion-max-tokens"
+
+T = TypeVar("T")
+
+
+def check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def _from_dict(cls: type[T], values: dict[str, Any]) -> T:
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)} for {cls.__name__}; known are {', '.join(known)}")
+    return cls(**values)
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """How sums that a norm follows are reduced. Every rank of a group must hold the same values (checked at open).
+
+    enabled: use a fused backend where one is proven; off by default, as in FastDeploy.
+    backend: ``auto`` (trtllm on GPUs, shm on CPUs), or one by name; ``plain`` never fuses.
+    num_max_tokens: more tokens than this take the plain path; None: the backend's own limit for the shape.
+    deterministic: only backends that add in one fixed order whatever the batch.
+    """
+
+    enabled: bool = False
+    backend: str = "auto"
+    num_max_tokens: int | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
+        if self.num_max_tokens is not None:
+            check_positive("num_max_tokens", self.num_max_tokens)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "FusionConfig":
+        """Unknown keys raise ``ValueError``."""
+        return _from_dict(cls, values)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "FusionConfig":
+        """Read what ``add_fusion_args`` added."""
+        return cls(
+            enabled=args.enable_flashinfer_allreduce_fusion,
+            backend=args.flashinfer_allreduce_fusion_backend,
+            num_max_tokens=args.flashinfer_allreduce_fusion_max_tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks share one copy of the model."""
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("tensor_parallel_size", self.tensor_parallel_size)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ParallelConfig":
+        """Unknown keys raise ``ValueError``."""
+        return _from_dict(cls, values)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "ParallelConfig":
+        """Read what ``add_parallel_args`` added."""
+        return cls(tensor_parallel_size=args.tensor_parallel_size)
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_fusion_args(parser: argparse.ArgumentParser) -> None:
+    """Add the fusion flags to an engine's parser; read them back with ``FusionConfig.from_args``."""
+    group = parser.add_argument_group("all-reduce fusion")
+    group.add_argument(
+        ENABLE_FLAG,
+        action="store_true",
+        default=FusionConfig.enabled,
+        help="reduce, add the residual and normalise in one kernel where it is proven (off by default)",
+    )
+    group.add_argument(
+        BACKEND_FLAG,
+        choices=BACKENDS,
+        default=FusionConfig.backend,
+        help="auto: trtllm on GPUs, shm on CPUs (default: %(default)s)",
+    )
+    group.add_argument(
+        MAX_TOKENS_FLAG,
+        type=positive_int,
+        metavar="N",
+        default=FusionConfig.num_max_tokens,
+        help="more tokens than N take the plain path (default: measured limits for the GPU and the shape)",
+    )
+
+
+def add_parallel_args(parser: argparse.ArgumentParser) -> None:
+    """Add the layout flags; read them back with ``ParallelConfig.from_args``."""
+    group = parser.add_argument_group("layout")
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=positive_int,
+        metavar="N",
+        default=ParallelConfig.tensor_parallel_size,
+        help="ranks that share one copy of the model (default: %(default)s)",
+    )

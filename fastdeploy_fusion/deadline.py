@@ -1,0 +1,32 @@
+"""Run a step that may never return, and go on without it."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_within(step: Callable[[], T], seconds: float, name: str) -> T:
+    """The step's result, or its exception.
+
+    Raises:
+        TimeoutError: it did not end in time. Its thread goes on as a daemon, and what it still does is ignored.
+    """
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(step())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name=f"fastdeploy_fusion-{name}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError(f"{name} did not end within {seconds:g} s")
+    return outcome[0]

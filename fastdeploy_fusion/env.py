@@ -1,0 +1,50 @@
+"""Every ``FDFUSION_*`` environment variable: name, type, default and meaning. Nothing else reads them."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("FDFUSION_OPEN_TIMEOUT_S", "20", "seconds that one start-up step of a workspace may take on any rank"),
+    Variable("FDFUSION_CALL_TIMEOUT_S", "30", "seconds that a rank waits for its peers inside a collective on the CPU"),
+    Variable("FDFUSION_LOG_LEVEL", "INFO", "level of the log that the command line writes to stderr"),
+    Variable("FDFUSION_DEBUG", "0", "1: the command line shows tracebacks instead of one-line errors"),
+    Variable(
+        "FDFUSION_FAULT",
+        "",
+        "for tests: STEP:RANK:KIND[:CALL], a fault to inject on one global rank; see fastdeploy_fusion/faults.py",
+    ),
+)
+_DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
+
+
+def text(name: str) -> str:
+    """The value of a known variable, or its default. An unknown name is a ``KeyError``: declare it above."""
+    return os.environ.get(name, _DEFAULTS[name])
+
+
+def seconds(name: str) -> float:
+    """A positive number of seconds.
+
+    Raises:
+        ValueError: the variable holds something else.
+    """
+    value = text(name)
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise ValueError(f"{name}={value!r} is not a positive number of seconds; unset it for {_DEFAULTS[name]}")
+    return number
+
+
+def flag(name: str) -> bool:
+    return text(name) not in ("", "0", "false", "no")

@@ -1,0 +1,162 @@
+"""Which path a sum takes: one pure function of values that are equal on all ranks of the group.
+
+A rank that chose alone would leave its peers waiting inside a kernel. So nothing here looks at device memory, time or
+a local exception: the request's shape and dtypes are equal because all ranks of a tensor-parallel group run the same
+layer on the same tokens; the group's state was voted on at start-up; the config's hash was compared then.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .config import DTYPES, FusionConfig
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+VECTOR_BYTES = 16
+"""FlashInfer's kernels move 16-byte vectors, so a row must be a whole number of them."""
+
+DEFAULT_NUM_MAX_TOKENS = 2048
+MIB = 1 << 20
+LIMIT_BYTES = {
+    # (SM, ranks): bytes of one operand up to which one fused kernel is ahead.
+    # SM90, 2 ranks: measured on 2 x H200 against NCCL + one fused add-norm kernel (docs/benchmarks.md).
+    (90, 2): 16 * MIB,
+    # vLLM's and TensorRT-LLM's tables agree on these (256 and 64 tokens at hidden 4096).
+    (90, 4): 2 * MIB,
+    (90, 8): MIB // 2,
+    # vLLM's table for Blackwell.
+    (100, 2): 64 * MIB,
+    (100, 4): 32 * MIB,
+    (100, 8): 1 * MIB,
+    (103, 2): 64 * MIB,
+    (103, 4): 64 * MIB,
+    (103, 8): 4 * MIB,
+}
+
+
+class Op(str, Enum):
+    ADD_RMS_NORM = "add_rms_norm"
+    ALL_REDUCE = "all_reduce"
+
+
+class Path(str, Enum):
+    FUSED = "fused"
+    PLAIN = "plain"
+    EMPTY = "empty"
+
+
+class Reason(str, Enum):
+    """Why a path was taken. Each is explained in docs/troubleshooting.md."""
+
+    FITS = "fits the fused workspace"
+    NO_TOKENS = "no tokens"
+    DISABLED = "fusion is off"
+    ONE_RANK = "one rank"
+    UNAVAILABLE = "no fused backend for this group"
+    NOT_2D = "not a stack of rows"
+    DTYPE = "dtype not supported by the fused backend"
+    WEIGHT_DTYPE = "norm weight dtype differs from the activation dtype"
+    HIDDEN_SIZE = "hidden size is not the workspace's"
+    ALIGNMENT = "row is not a multiple of 16 bytes"
+    TOKEN_LIMIT = "over the token limit"
+    NO_RESIDUAL = "no residual"
+    NOT_DETERMINISTIC = "deterministic mode, and the backend is not"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call. ``shape``: the operand's, rows last; ``weight_dtype`` and ``has_residual`` matter to the norm only."""
+
+    op: Op
+    shape: tuple[int, ...]
+    dtype: str
+    weight_dtype: str | None = None
+    has_residual: bool = True
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What start-up agreed on for one group. ``unavailable``: why there is no fused backend, None when there is."""
+
+    world_size: int
+    unavailable: str | None = "not initialised"
+    backend: str = "plain"
+    hidden_size: int = 0
+    num_max_tokens: int = 0
+    dtypes: tuple[str, ...] = DTYPES
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    path: Path
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path.value}: {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
+
+
+def decide(request: Request, state: GroupState, config: FusionConfig) -> Decision:
+    """The path of one call. Pure; equal inputs on all ranks give equal answers (see the module's docstring)."""
+    num_tokens = 1
+    for size in request.shape[:-1]:
+        num_tokens *= size
+    if num_tokens == 0:
+        return Decision(Path.EMPTY, Reason.NO_TOKENS)
+    refusal = _refuse_group(state, config) or _refuse_call(request, state, num_tokens)
+    if refusal is not None:
+        return Decision(Path.PLAIN, *refusal)
+    return Decision(Path.FUSED, Reason.FITS, state.backend)
+
+
+def _refuse_group(state: GroupState, config: FusionConfig) -> tuple[Reason, str] | None:
+    if not config.enabled:
+        return Reason.DISABLED, ""
+    if state.world_size == 1:
+        return Reason.ONE_RANK, ""
+    if state.unavailable is not None:
+        return Reason.UNAVAILABLE, state.unavailable
+    if config.deterministic and not state.deterministic:
+        return Reason.NOT_DETERMINISTIC, state.backend
+    return None
+
+
+def _refuse_call(request: Request, state: GroupState, num_tokens: int) -> tuple[Reason, str] | None:
+    if len(request.shape) < 2:
+        return Reason.NOT_2D, f"shape {list(request.shape)}"
+    if request.dtype not in state.dtypes:
+        return Reason.DTYPE, f"{request.dtype}; {state.backend} takes {', '.join(state.dtypes)}"
+    hidden_size = request.shape[-1]
+    if hidden_size != state.hidden_size:
+        return Reason.HIDDEN_SIZE, f"{hidden_size}, opened for {state.hidden_size}"
+    row_bytes = hidden_size * ITEMSIZE[request.dtype]
+    if row_bytes % VECTOR_BYTES:
+        return Reason.ALIGNMENT, f"{hidden_size} x {request.dtype} = {row_bytes} bytes"
+    if num_tokens > state.num_max_tokens:
+        return Reason.TOKEN_LIMIT, f"{num_tokens} > {state.num_max_tokens}"
+    if request.op is Op.ADD_RMS_NORM:
+        return _refuse_norm(request)
+    return None
+
+
+def _refuse_norm(request: Request) -> tuple[Reason, str] | None:
+    if not request.has_residual:
+        return Reason.NO_RESIDUAL, ""
+    if request.weight_dtype != request.dtype:
+        # Other systems read the fp32 weight as 16-bit values here, without an error.
+        return Reason.WEIGHT_DTYPE, f"{request.weight_dtype} and {request.dtype}"
+    return None
+
+
+def limit_tokens(config: FusionConfig, sm: int | None, world_size: int, hidden_size: int, dtype: str) -> int:
+    """The token limit of a group: the user's, else the built-in table's for the GPU (``sm``), else 2048.
+
+    Args:
+        sm: compute capability as 90 or 100; None on a CPU.
+    """
+    if config.num_max_tokens is not None:
+        return config.num_max_tokens
+    limit_bytes = LIMIT_BYTES.get((sm, world_size)) if sm is not None else None
+    if limit_bytes is None:
+        return DEFAULT_NUM_MAX_TOKENS
+    return max(1, limit_bytes // (hidden_size * ITEMSIZE[dtype]))
