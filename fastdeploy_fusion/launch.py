@@ -99,7 +99,7 @@ def run_rank(target: str, report_fd: int, parent: int) -> None:
     """Entry of a rank's process: runs `target`, reports how it ended, exits. Never returns."""
     die_with_parent(parent)
     os.set_inheritable(report_fd, False)
-    signal.signal(signal.SIGTERM, _leave)
+    leave_on_sigterm()
     module, _, name = target.partition(":")
     try:
         code = getattr(importlib.import_module(module), name)(sys.argv[1:])
@@ -129,6 +129,12 @@ def error_message(error: BaseException) -> str:
     text = str(error).strip()
     meant_for_people = hasattr(error, "exit_code") or type(error).__module__.startswith("fastdeploy_fusion")
     return text if meant_for_people and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def leave_on_sigterm() -> None:
+    """SIGTERM raises SystemExit(143), so that what is open gets closed. Call again after `import paddle`, which
+    replaces the handler by one that prints a C++ traceback."""
+    signal.signal(signal.SIGTERM, _leave)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -1,0 +1,166 @@
+"""One rank's part of `generate`: the only module of the command that loads Paddle."""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from .. import env
+from ..config import FusionConfig
+from ..launch import leave_on_sigterm
+from .output import answer_only_on_stdout
+from .parser import UsageError
+
+
+def generate_on_this_rank(
+    args: argparse.Namespace, fusion: FusionConfig, model_dir: Path, prompts: Sequence[str]
+) -> int:
+    """Generates on all ranks alike (every rank calls it with equal arguments); rank 0 writes the answer to stdout.
+
+    Raises:
+        UsageError: the checkpoint, a prompt or the configuration can't be used; the same on every rank.
+        FusionError: the run failed; PeerLost when another rank did.
+    """
+    with answer_only_on_stdout() as answer:
+        quiet_paddle()
+        from ..groups import init_world
+
+        leave_on_sigterm()
+        group = init_world()
+        try:
+            document = _generate(args, fusion, group, model_dir, prompts)
+        finally:
+            group.close()
+        if document["rank"] == 0:
+            del document["rank"]
+            write_json(document, answer) if args.json else write_text(document, answer)
+    return 0
+
+
+def quiet_paddle() -> None:
+    """Before Paddle is imported: no advice on compilers, no log of its stores; our own log goes to stderr."""
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    warnings.filterwarnings("ignore", message="No ccache found")
+    with wrong_input():
+        logging.basicConfig(
+            level=env.text("FDFUSION_LOG_LEVEL"), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+        )
+
+
+@contextlib.contextmanager
+def wrong_input() -> Iterator[None]:
+    """Around what only fails for wrong input: files and values become a UsageError, failures of the run stay."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        if hasattr(error, "exit_code"):
+            raise
+        raise UsageError(str(error)) from error
+
+
+def _generate(
+    args: argparse.Namespace, fusion: FusionConfig, group: Any, model_dir: Path, prompts: Sequence[str]
+) -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    from fastdeploy_fusion.models import config, generation, registry, sampling
+
+    from ..fusion import AllReduceFusion
+
+    begin = time.monotonic()
+    with wrong_input():
+        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        ids = encode(tokenizer, prompts)
+        model_config = config.read_config(model_dir)
+        params = sampling.SamplingParams(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            ignore_eos=args.ignore_eos,
+        )
+    with AllReduceFusion.open(fusion, group=group, hidden_size=model_config.hidden_size, dtype=args.dtype) as tp:
+        with wrong_input():
+            model = registry.load_model(model_dir, tp, args.dtype)
+        loaded = time.monotonic()
+        results = generation.generate(model, tp, ids, params)
+        seconds = time.monotonic() - loaded
+        group.barrier()  # nobody leaves while a peer still needs it
+        stats = {
+            "num_ranks": tp.world_size,
+            "dtype": args.dtype,
+            "load_seconds": round(loaded - begin, 4),
+            **speed(ids, results, seconds),
+            "sums": sums(tp),
+            "fusion": str(tp.explain([1, model_config.hidden_size])),
+        }
+    return {
+        "rank": group.rank,
+        "results": [
+            {
+                "prompt": prompt,
+                "prompt_token_ids": list(prompt_ids),
+                "token_ids": list(result.token_ids),
+                "text": tokenizer.decode(list(result.token_ids), skip_special_tokens=False),
+                "finish_reason": result.finish_reason,
+            }
+            for prompt, prompt_ids, result in zip(prompts, ids, results, strict=True)
+        ],
+        "stats": stats,
+    }
+
+
+def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of every prompt, no special tokens added; a prompt of no tokens is a UsageError."""
+    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
+        if not tokens:
+            raise UsageError(f"prompt {number}, {prompt!r}, has no tokens: every prompt needs at least one")
+    return ids
+
+
+def speed(prompt_ids: Sequence[Sequence[int]], results: Sequence[Any], seconds: float) -> dict[str, Any]:
+    new_tokens = sum(len(result.token_ids) for result in results)
+    return {
+        "prompt_tokens": sum(map(len, prompt_ids)),
+        "new_tokens": new_tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(new_tokens / seconds, 2) if seconds > 0 else 0.0,
+    }
+
+
+def write_json(document: dict[str, Any], answer: TextIO) -> None:
+    json.dump(document, answer, ensure_ascii=False)
+    answer.write("\n")
+
+
+def sums(tp: Any) -> list[dict[str, Any]]:
+    """How often each operation took which path and why, most frequent first; empty on one rank: nothing to add up."""
+    if tp.world_size == 1:
+        return []
+    return [
+        {"op": op, "path": path, "reason": reason, "calls": calls}
+        for (op, path, reason), calls in tp.counters.most_common()
+    ]
+
+
+def write_text(document: dict[str, Any], answer: TextIO) -> None:
+    for result in document["results"]:
+        answer.write(f"> {result['prompt']}\n{result['text']}\n\n")
+    answer.write(closing_line(document["stats"]) + "\n")
+
+
+def closing_line(stats: dict[str, Any]) -> str:
+    ranks = "1 rank" if stats["num_ranks"] == 1 else f"{stats['num_ranks']} ranks"
+    served = [f"{s['calls']} {s['op']} {s['path']} ({s['reason']})" for s in stats["sums"]]
+    return (
+        f"{stats['new_tokens']} tokens in {stats['seconds']:.2f} s, {stats['tokens_per_second']:.1f} tokens/s on "
+        f"{ranks}; sums: {', '.join(served) or 'none to reduce'}; {stats['fusion']}"
+    )
