@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--top-p", type=number_in(0, 1, above_low=True), default=1.0, metavar="X", help="default: %(default)s"
     )
-    group.add_argument("--seed", type=whole_number, default=0, metavar="N", help="default: %(default)s")
+    group.add_argument("--seed", type=whole_number, metavar="N", help="default: a fresh one")
     group.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens whatever comes")
     add_parallel_args(parser)
     add_fusion_args(parser)

@@ -70,27 +70,27 @@ def _generate(
 ) -> dict[str, Any]:
     from tokenizers import Tokenizer
 
-    from fastdeploy_fusion.models import config, generation, registry, sampling
+    from fastdeploy_fusion import models
 
     from ..fusion import AllReduceFusion
 
     begin = time.monotonic()
     with wrong_input():
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        ids = encode(tokenizer, prompts)
-        model_config = config.read_config(model_dir)
-        params = sampling.SamplingParams(
+        config = models.load_config(model_dir)
+        ids = encode(tokenizer, prompts, args.max_new_tokens, config.max_position_embeddings)
+        params = models.SamplingParams(
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             seed=args.seed,
             ignore_eos=args.ignore_eos,
         )
-    with AllReduceFusion.open(fusion, group=group, hidden_size=model_config.hidden_size, dtype=args.dtype) as tp:
+    with AllReduceFusion.open(fusion, group=group, hidden_size=config.hidden_size, dtype=args.dtype) as tp:
         with wrong_input():
-            model = registry.load_model(model_dir, tp, args.dtype)
+            model = models.load_model(model_dir, tp, args.dtype)
         loaded = time.monotonic()
-        results = generation.generate(model, tp, ids, params)
+        results = models.generate(model, tp, ids, params)
         seconds = time.monotonic() - loaded
         group.barrier()  # nobody leaves while a peer still needs it
         stats = {
@@ -99,7 +99,7 @@ def _generate(
             "load_seconds": round(loaded - begin, 4),
             **speed(ids, results, seconds),
             "sums": sums(tp),
-            "fusion": str(tp.explain([1, model_config.hidden_size])),
+            "fusion": str(tp.explain([1, config.hidden_size])),
         }
     return {
         "rank": group.rank,
@@ -117,12 +117,21 @@ def _generate(
     }
 
 
-def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of every prompt, no special tokens added; a prompt of no tokens is a UsageError."""
+def encode(tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, limit: int | None) -> list[list[int]]:
+    """Token ids of every prompt, no special tokens added.
+
+    Raises:
+        UsageError: a prompt has no tokens, or with `max_new_tokens` more than the model's `limit` of positions.
+    """
     ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
         if not tokens:
             raise UsageError(f"prompt {number}, {prompt!r}, has no tokens: every prompt needs at least one")
+        if limit is not None and len(tokens) + max_new_tokens > limit:
+            raise UsageError(
+                f"prompt {number} has {len(tokens)} tokens, with --max-new-tokens {max_new_tokens} more than the "
+                f"model's {limit} positions: shorten one of them"
+            )
     return ids
 
 

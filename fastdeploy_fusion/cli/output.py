@@ -15,11 +15,12 @@ def answer_only_on_stdout() -> Iterator[TextIO]:
     os.dup2(2, 1)
     answer = os.fdopen(os.dup(real), "w", encoding="utf-8")
     try:
-        yield answer
+        with contextlib.redirect_stdout(sys.stderr):
+            yield answer
         answer.flush()
     finally:
         with contextlib.suppress(OSError):  # the reader of the pipe may be gone
             answer.close()
-        sys.stdout.flush()
+        sys.stdout.flush()  # what was written past the redirection
         os.dup2(real, 1)
         os.close(real)
