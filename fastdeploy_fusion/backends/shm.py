@@ -16,7 +16,7 @@ from .. import env
 from ..errors import FusionError, PeerLost
 from ..groups import RankGroup
 from . import WorkspacePlan
-from .host_memory import HostViews, empty_float32
+from .host_memory import HostViews, outputs
 from .host_norm import normalise_rows
 from .shm_segment import Segment, segment_bytes, start_time_of
 
@@ -125,7 +125,7 @@ class ShmBackend:
             outs = self.add_rms_norm(*(t.astype("float32") for t in (partial, residual, weight)), eps)
             return outs[0].astype(partial.dtype), outs[1].astype(partial.dtype)
         num_tokens, hidden_size = partial.shape
-        residual_out, norm_out = empty_float32(num_tokens, hidden_size), empty_float32(num_tokens, hidden_size)
+        residual_out, norm_out = outputs.empty(num_tokens, hidden_size), outputs.empty(num_tokens, hidden_size)
         views = self._views.of
         x, sums = views(partial, num_tokens, hidden_size), views(residual_out, num_tokens, hidden_size)
         residual_rows, norms = views(residual, num_tokens, hidden_size), views(norm_out, num_tokens, hidden_size)
@@ -142,7 +142,7 @@ class ShmBackend:
         if partial.dtype != paddle.float32:
             return self.all_reduce(partial.astype("float32")).astype(partial.dtype)
         num_tokens, hidden_size = partial.shape
-        out = empty_float32(num_tokens, hidden_size)
+        out = outputs.empty(num_tokens, hidden_size)
         x, sums = self._views.of(partial, num_tokens, hidden_size), self._views.of(out, num_tokens, hidden_size)
         for start in range(0, num_tokens, self._chunk_rows):
             rows = slice(start, start + self._chunk_rows)
