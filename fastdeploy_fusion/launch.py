@@ -12,15 +12,20 @@ import random
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .errors import PeerLost
 
 _PR_SET_PDEATHSIG = 1
+_TCP_LISTEN = "0A"
 # Below the ephemeral range (usually 32768 and up): no outgoing connection can take such a port before Paddle binds it.
 _PORTS = range(20000, 32000)
+# Variables of another launch that Paddle would follow instead of the ones set here.
+_OTHER_WORLDS = ("MASTER_ADDR", "MASTER_PORT", "PADDLE_MASTER")
 
 
 def free_endpoints(count: int) -> list[str]:
@@ -55,6 +60,8 @@ def rank_environment(rank: int, endpoints: list[str], base: Mapping[str, str] | 
     `OMP_NUM_THREADS` is set to this rank's share of the cores unless `base` (default: this process's) has it.
     """
     env = dict(os.environ if base is None else base)
+    for name in _OTHER_WORLDS:
+        env.pop(name, None)
     env.update(
         PADDLE_TRAINER_ID=str(rank),
         PADDLE_TRAINERS_NUM=str(len(endpoints)),
@@ -72,6 +79,30 @@ def started_as_rank(environ: Mapping[str, str] | None = None) -> bool:
     """True when a launcher (this one or Paddle's) started this process as one of several ranks."""
     number = (os.environ if environ is None else environ).get("PADDLE_TRAINERS_NUM", "1")
     return number.isdigit() and int(number) > 1
+
+
+def wait_for_first_rank(timeout_s: float = 60.0) -> None:
+    """On ranks above 0 of one host: returns when rank 0 listens, or after `timeout_s`; call before Paddle connects.
+
+    Paddle's client sleeps 3 s after a refused connection. The kernel's table of sockets is read, so that no
+    connection is made that rank 0 would have to make sense of.
+    """
+    host, _, port = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].rpartition(":")
+    elsewhere = any(name in os.environ for name in _OTHER_WORLDS)
+    if host != "127.0.0.1" or not port.isdigit() or elsewhere or os.environ.get("PADDLE_TRAINER_ID") == "0":
+        return
+    deadline = time.monotonic() + timeout_s
+    while not _listening(int(port)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _listening(port: int) -> bool:
+    """Whether a TCP socket of this host listens on `port`; True where the kernel's table can't be read."""
+    try:
+        rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()]
+    except OSError:
+        return True
+    return any(row[1].endswith(f":{port:04X}") and row[3] == _TCP_LISTEN for row in rows)
 
 
 def child_path() -> list[str]:

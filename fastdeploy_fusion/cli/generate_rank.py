@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from .. import env
 from ..config import FusionConfig
-from ..launch import leave_on_sigterm
+from ..launch import leave_on_sigterm, wait_for_first_rank
 from .output import answer_only_on_stdout
 from .parser import UsageError
 
@@ -33,6 +33,7 @@ def generate_on_this_rank(
         from ..groups import init_world
 
         leave_on_sigterm()
+        wait_for_first_rank()
         group = init_world()
         try:
             document = _generate(args, fusion, group, model_dir, prompts)
