@@ -16,6 +16,7 @@ name = "trtllm"
 # Compute capabilities that may run it, by way in. Hopper was run (torch way); Blackwell is FlashInfer's own claim.
 ARCHITECTURES = {"torch": (90, 100, 103), "proxy": (90, 100, 103)}
 _MARGIN = 64 << 20  # bytes left free beside the workspace: contexts, small pools, the self-test's tensors
+OPEN_TIMEOUT_S = 600.0  # FlashInfer compiles its kernels on first use where it has no prebuilt ones
 _ALIKE = ("way", "flashinfer", "api", "sm")
 
 
@@ -70,6 +71,9 @@ def workspace_bytes(plan: Any) -> int:
 
 def preflight(plan: Any) -> None:
     """Raise WorkspaceError with the numbers when this rank's GPU has too little memory for the workspace."""
+    from . import paddle_side
+
+    paddle_side.enter_device()
     needed, free = workspace_bytes(plan), driver.free_bytes()
     if free < needed + _MARGIN:
         raise WorkspaceError(

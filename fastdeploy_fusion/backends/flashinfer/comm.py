@@ -10,12 +10,19 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...errors import FusionError
+
+
+class PeerFailed(FusionError):
+    """Another rank failed while the workspace was being made; the message has the rank and its reason."""
+
 
 class Communicator:
     """FlashInfer's `CommBackend`, under its names: rank, size, allgather, bcast, barrier, Split over a RankGroup.
 
     `members` are the in-group ranks that belong, in the order of their new ranks: all of them, or one color of a Split.
-    All exchanges are collective over the whole RankGroup, so that the parts of a Split exchange in step.
+    All exchanges are collective over the whole RankGroup, so that the parts of a Split exchange in step. A rank that
+    fails between two exchanges says so by `fail()`, in place of the next one: its peers get PeerFailed there.
     """
 
     def __init__(self, group: Any, members: Sequence[int] | None = None) -> None:
@@ -28,8 +35,19 @@ class Communicator:
     def Get_size(self) -> int:
         return len(self._members)
 
+    def _exchange(self, reason: str, data: Any) -> list[Any]:
+        answers = self._group.all_gather_object([reason, data], "FlashInfer's workspace")
+        for rank, (failure, _) in enumerate(answers):
+            if failure and not reason:
+                raise PeerFailed(f"rank {rank}: {failure}")
+        return [value for _, value in answers]
+
+    def fail(self, reason: str) -> None:
+        """Tell the peers, who wait in an exchange or will come to one. Not after PeerFailed: they know."""
+        self._exchange(reason or "failed", None)
+
     def allgather(self, data: Any) -> tuple[Any, ...]:
-        values = self._group.all_gather_object(_plain(data))
+        values = self._exchange("", _plain(data))
         return tuple(values[member] for member in self._members)
 
     def bcast(self, data: Any, root: int) -> Any:
@@ -37,10 +55,10 @@ class Communicator:
         return self.allgather(data if self.Get_rank() == root else None)[root]
 
     def barrier(self) -> None:
-        self._group.barrier()
+        self._exchange("", None)
 
     def Split(self, color: int, key: int) -> Communicator:
-        mine = self._group.all_gather_object([color, key])
+        mine = self._exchange("", [color, key])
         chosen = [member for member in self._members if mine[member][0] == color]
         return Communicator(self._group, sorted(chosen, key=lambda member: (mine[member][1], member)))
 

@@ -62,6 +62,21 @@ def device_facts(index: int) -> dict[str, Any]:
     }
 
 
+def make_current(index: int) -> None:
+    """Make the device's primary context, which Paddle and torch share, the calling thread's."""
+    _call("cuInit", 0)
+    context = _contexts(index)
+    _call("cuCtxSetCurrent", context)
+
+
+@functools.lru_cache(maxsize=None)
+def _contexts(index: int) -> ctypes.c_void_p:
+    """Retained once a process, and kept: the frameworks hold it for as long as they live."""
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _int("cuDeviceGet", index))
+    return context
+
+
 def free_bytes() -> int:
     """Free memory of the current context's device, in bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()

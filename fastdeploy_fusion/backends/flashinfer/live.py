@@ -11,7 +11,7 @@ import paddle
 from ...errors import FusionError, PeerLost, WorkspaceError
 from . import bound, driver, paddle_side
 from .api import Workspace
-from .comm import Communicator
+from .comm import Communicator, PeerFailed
 from .launchers import Direct, Options, Site, Slots
 from .public_call import Public
 
@@ -128,11 +128,12 @@ class TrtllmBackend:
         if workspace is None:
             return
         self._launcher = _Closed()
+        driver.make_current(self.site.device_id)
         driver.synchronize()
         try:
             self._communicator.barrier()
             alive = True
-        except PeerLost:
+        except (PeerLost, PeerFailed):
             alive = False
         workspace.close(alive)
 
@@ -174,18 +175,28 @@ def to_paddle(values: Any, dtype: str) -> Any:
 
 
 def create(way: Any, group: Any, plan: Any) -> TrtllmBackend:
-    """Make the workspace and choose the route; collective over the group."""
-    device = paddle.device.get_device()
-    index = paddle_side.device_index(device)
+    """Make the workspace and choose the route. Collective over the group: all ranks get a backend, or all raise."""
+    communicator = Communicator(group)
+    made: list[Workspace] = []
+    try:
+        backend = _create(way, communicator, plan, made)
+    except Exception as error:
+        for workspace in made:
+            workspace.close(peers_alive=False)
+        if not isinstance(error, (PeerFailed, PeerLost)):
+            communicator.fail(f"{type(error).__name__}: {error}")
+        raise
+    return backend
+
+
+def _create(way: Any, communicator: Communicator, plan: Any, made: list[Workspace]) -> TrtllmBackend:
+    index = paddle_side.enter_device(way.torch if way.kind == "torch" else None)
     if driver.is_capturing(paddle_side.stream_reader(index)()):
         raise WorkspaceError("a workspace can't be made while a CUDA graph is captured; open it before the capture")
-    communicator = Communicator(group)
-    workspace = Workspace(way, communicator, plan)
-    site = Site(plan.world_size, group.rank, plan.hidden_size, plan.dtype, plan.num_max_tokens, index)
-    backend = TrtllmBackend(way, workspace, communicator, site)
-    try:
-        backend.choose_route()
-    except BaseException:
-        workspace.close(peers_alive=False)
-        raise
+    way.comm.trtllm_ar.get_trtllm_comm_module()  # builds the kernels where they are not prebuilt: it fails here if ever
+    communicator.barrier()
+    made.append(Workspace(way, communicator, plan))
+    site = Site(plan.world_size, communicator.Get_rank(), plan.hidden_size, plan.dtype, plan.num_max_tokens, index)
+    backend = TrtllmBackend(way, made[0], communicator, site)
+    backend.choose_route()
     return backend

@@ -7,10 +7,26 @@ from typing import Any
 
 import paddle
 
+from . import driver
+
 
 def device_index(device: str) -> int:
     """0 for "gpu:0"."""
     return int(device.partition(":")[2] or 0)
+
+
+def enter_device(torch: Any = None) -> int:
+    """Make Paddle's device the calling thread's CUDA device, for Paddle, the driver and torch; its index.
+
+    CUDA's current device is a thread's own, and start-up steps may run in threads of their own.
+    """
+    device = paddle.device.get_device()
+    paddle.device.set_device(device)
+    index = device_index(device)
+    driver.make_current(index)
+    if torch is not None:
+        torch.cuda.set_device(index)
+    return index
 
 
 def stream_reader(index: int) -> Callable[[], int]:
