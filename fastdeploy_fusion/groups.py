@@ -111,11 +111,15 @@ def init_world() -> RankGroup:
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     if size == 1:
         return RankGroup((0,), 0, None, Channel(0, (0,), {}))
+    _init_parallel_env()
+    return _with_channel(tuple(range(size)), dist.get_rank(), dist.get_group())
+
+
+def _init_parallel_env() -> None:
     if not dist.is_initialized():
         # Paddle writes its flags straight to sys.stderr here.
         with contextlib.redirect_stderr(io.StringIO()):
             dist.init_parallel_env()
-    return _with_channel(tuple(range(size)), dist.get_rank(), dist.get_group())
 
 
 def new_group(ranks: Iterable[int]) -> RankGroup | None:
@@ -125,6 +129,7 @@ def new_group(ranks: Iterable[int]) -> RankGroup | None:
         ValueError: ranks outside the world, or twice the same.
     """
     members = _check_members(ranks)
+    _init_parallel_env()
     me = dist.get_rank()
     if len(members) == 1:
         return RankGroup(members, 0, None, Channel(0, members, {})) if me in members else None
