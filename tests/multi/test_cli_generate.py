@@ -1,0 +1,226 @@
+"""`generate` from the shell, end to end: the answers, what reaches stdout, and how it ends when something is wrong."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import new_segments, processes_with
+
+TOKEN = "GENERATE_TEST_TOKEN"
+FUSED = ("--enable-flashinfer-allreduce-fusion",)
+
+
+def start(*argv, command=(sys.executable, "-m", "fastdeploy_fusion"), cwd=None, **environment):
+    env = {**os.environ, TOKEN: "1", **environment}
+    return subprocess.Popen(
+        [*command, "generate", *map(str, argv)],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(*argv, timeout=60, **options):
+    """(exit code, stdout, stderr), after which nothing of it may be left: no process, no shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    process = start(*argv, **options)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        out, err = process.communicate()
+        pytest.fail(f"not done after {timeout} s\n{out.decode()}\n{err.decode()}")
+    assert_nothing_left(before)
+    # Decoded here: a text stream would turn the "\r" of some answers into "\n".
+    return process.returncode, out.decode(), err.decode()
+
+
+def assert_nothing_left(shm_before):
+    deadline = time.monotonic() + 2
+    while (left := processes_with(f"{TOKEN}=1")) or (left := new_segments(shm_before)):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.02)
+
+
+def expected(model):
+    return json.loads((model / "expected_text.json").read_text(encoding="utf-8"))
+
+
+def prompts_of(model):
+    return [word for entry in expected(model) for word in ("--prompt", entry["prompt"])]
+
+
+def size(ranks):
+    return ("--tensor-parallel-size", str(ranks))
+
+
+def check_answers(document, model):
+    assert list(document) == ["results", "stats"]
+    for result, entry in zip(document["results"], expected(model), strict=True):
+        assert list(result) == ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason"]
+        assert result["prompt"] == entry["prompt"]
+        assert result["prompt_token_ids"] == entry["prompt_ids"]
+        assert result["token_ids"] == entry["greedy_ids"]
+        assert result["text"] == entry["text"]
+        assert result["finish_reason"] == ("length" if len(entry["greedy_ids"]) == 24 else "stop")
+
+
+def calls(document, path):
+    return sum(entry["calls"] for entry in document["stats"]["sums"] if entry["path"] == path)
+
+
+@pytest.mark.parametrize("model", ["glm4_moe_a", "glm4_moe_b"])
+@pytest.mark.parametrize(
+    "ranks, flags", [(1, ()), (2, ()), (2, FUSED), (2, (*FUSED, "--flashinfer-allreduce-fusion-max-tokens=8"))]
+)
+def test_json_answers(data, model, ranks, flags):
+    argv = ["--model", data / model, *prompts_of(data / model), "--max-new-tokens", "24", "--json", *size(ranks)]
+    code, out, err = run(*argv, *flags)
+    assert code == 0, err
+    document = json.loads(out)
+    assert out.count("\n") == 1
+    check_answers(document, data / model)
+    stats = document["stats"]
+    assert (stats["num_ranks"], stats["dtype"], stats["new_tokens"]) == (ranks, "float32", 24 * 5)
+    assert stats["tokens_per_second"] > 0
+    assert bool(calls(document, "fused")) == (flags != ())
+    assert bool(calls(document, "plain")) == (ranks > 1 and flags != FUSED)
+
+
+def test_text_answers_and_the_closing_line(data, tmp_path):
+    model = data / "glm4_moe_a"
+    entries = expected(model)[:3]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{entry['prompt']}\n\n" for entry in entries[1:]), encoding="utf-8")
+    argv = ["--model", model, "--prompt", entries[0]["prompt"], "--prompt-file", prompts]
+    code, out, err = run(*argv, "--max-new-tokens", "24", *size(2), *FUSED)
+    assert code == 0, err
+    answers, _, closing = out.rstrip("\n").rpartition("\n\n")
+    assert answers == "\n\n".join(f"> {entry['prompt']}\n{entry['text']}" for entry in entries)
+    assert re.fullmatch(
+        r"72 tokens in \d+\.\d\d s, \d+\.\d tokens/s on 2 ranks; sums: \d+ \w+ fused \(fits the fused workspace\)"
+        r"(, \d+ \w+ fused \(fits the fused workspace\))*; fused: fits the fused workspace \(shm\)",
+        closing,
+    )
+
+
+def test_an_eos_token_ends_an_answer_and_is_not_part_of_it(data, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(data / "glm4_moe_a", model)
+    entry = expected(model)[0]
+    settings = json.loads((model / "generation_config.json").read_text())
+    settings["eos_token_id"] = [0, entry["greedy_ids"][5]]
+    (model / "generation_config.json").chmod(0o644)
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    argv = ["--model", model, "--prompt", entry["prompt"], "--max-new-tokens", "8", "--json"]
+    (result,) = json.loads(run(*argv)[1])["results"]
+    assert (result["token_ids"], result["finish_reason"]) == (entry["greedy_ids"][:5], "stop")
+    (result,) = json.loads(run(*argv, "--ignore-eos")[1])["results"]
+    assert (result["token_ids"], result["finish_reason"]) == (entry["greedy_ids"][:8], "length")
+
+
+def test_a_seed_gives_the_same_samples_on_any_number_of_ranks(data):
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "12", "--json"]
+    sampling = ["--temperature", "0.9", "--top-p", "0.95", "--seed", "7"]
+    one, two = (json.loads(run(*argv, *sampling, *size(ranks))[1])["results"] for ranks in (1, 2))
+    assert one == two
+    assert one[0]["token_ids"] != expected(data / "glm4_moe_a")[4]["greedy_ids"][:12]
+
+
+def test_paddles_launcher_starts_the_ranks_as_well(data, tmp_path):
+    model = data / "glm4_moe_a"
+    script = Path(sys.executable).with_name("fastdeploy-fusion")
+    launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_level", "ERROR"]
+    argv = ["--model", model, *prompts_of(model), "--max-new-tokens", "24", "--json", *size(2), *FUSED]
+    code, out, err = run(*argv, command=[*launcher, "--log_dir", str(tmp_path), str(script)], cwd=tmp_path)
+    assert code == 0, out + err
+    # This launcher merges the ranks' stdout and stderr, so the document is a line among others.
+    (line,) = [line for line in out.splitlines() if line.startswith('{"results"')]
+    check_answers(json.loads(line), model)
+
+
+def generate_with_fault(data, fault, ranks=2, **environment):
+    begin = time.monotonic()
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "24", *size(ranks), *FUSED]
+    code, out, err = run(*argv, FDFUSION_FAULT=fault, **environment)
+    return code, out, [line for line in err.splitlines() if line.startswith("error:")], time.monotonic() - begin
+
+
+def test_a_killed_rank_ends_all(data):
+    code, out, errors, seconds = generate_with_fault(data, "call:1:kill:9")
+    assert (code, out, errors) == (1, "", ["error: rank 1 of 2 was killed by SIGKILL"])
+    assert seconds < 15
+
+
+def test_a_rank_that_raises_ends_all(data):
+    code, out, errors, seconds = generate_with_fault(data, "call:1:raise:9")
+    assert (code, out, errors) == (1, "", ["error: rank 1 of 2: injected fault at call"])
+    assert seconds < 15
+
+
+def test_a_rank_that_hangs_is_named_by_its_peer(data):
+    code, out, errors, seconds = generate_with_fault(data, "call:1:hang:9", FDFUSION_CALL_TIMEOUT_S="2")
+    assert (code, out, len(errors)) == (1, "", 1)
+    assert errors[0].startswith("error: rank 0 of 2: ") and "rank 1" in errors[0].partition(": rank 0 of 2: ")[2]
+    assert seconds < 15
+
+
+def test_a_backend_that_fails_at_the_start_is_replaced_and_said(data):
+    code, out, errors, _ = generate_with_fault(data, "create:1:raise")
+    assert (code, errors) == (0, [])
+    assert "plain (no fused backend for this group)" in out and "injected fault at create" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_the_launcher(data, number):
+    before = set(os.listdir("/dev/shm"))
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "24", *size(2), *FUSED]
+    launcher = start(*argv, FDFUSION_FAULT="call:1:hang:9")
+    while b"weights" not in (line := launcher.stderr.readline()):
+        assert line
+    launcher.send_signal(number)
+    begin = time.monotonic()
+    out, err = launcher.communicate(timeout=20)
+    assert time.monotonic() - begin < 10
+    assert_nothing_left(before)
+    assert launcher.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert out == b"" and b"error" not in err and b"Traceback" not in err
+
+
+def damage(folder, name, change):
+    path = folder / name
+    path.chmod(0o644)
+    path.write_bytes(change(path.read_bytes()))
+
+
+def test_a_damaged_checkpoint_is_one_error(data, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(data / "glm4_moe_b", model)
+    damage(model, "model.safetensors", lambda content: content[:-1000])
+    code, out, err = run("--model", model, "--prompt", "p", *size(2))
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert "model.safetensors" in err and "Traceback" not in err
+
+
+def test_what_the_model_cannot_do_is_one_error(data):
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "p"]
+    for more, words in ((size(3), "3"), (("--max-new-tokens", "600"), "prompt 1 has")):
+        code, out, err = run(*argv, *more)
+        errors = [line for line in err.splitlines() if line.startswith("error:")]
+        assert (code, out, len(errors)) == (2, "", 1), err
+        assert words in errors[0] and "Traceback" not in err
+
+
+def test_debugging_adds_the_traceback(data):
+    code, _, err = run("--model", data / "glm4_moe_a", "--prompt", "p", *size(3), FDFUSION_DEBUG="1")
+    assert code == 2 and "Traceback" in err
