@@ -72,12 +72,45 @@ class FusionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks share one copy of the model."""
+    """How many ranks do what; ``topology.py`` turns it into groups. All sizes are at least 1.
+
+    tensor_parallel_size: ranks that share each layer's matrices, and hold the same tokens.
+    expert_parallel_size: parts that the experts are dealt to, within one tensor-parallel group; the ranks of a part
+        share each of its experts' matrices (MoE-TP of tensor_parallel_size / expert_parallel_size).
+    context_parallel_size: tensor-parallel groups that split a prompt's tokens.
+    pipeline_parallel_size: stages of consecutive layers.
+    data_parallel_size: independent copies of all that.
+    enable_dp_attention: ranks of one tensor-parallel group hold different tokens in attention.
+    """
 
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_dp_attention: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("tensor_parallel_size", self.tensor_parallel_size)
+        for field in fields(self):
+            if field.name != "enable_dp_attention":
+                check_positive(field.name, getattr(self, field.name))
+        if self.tensor_parallel_size % self.expert_parallel_size:
+            choices = [n for n in range(1, self.tensor_parallel_size + 1) if self.tensor_parallel_size % n == 0]
+            raise ValueError(
+                f"expert_parallel_size is {self.expert_parallel_size} and must divide tensor_parallel_size "
+                f"{self.tensor_parallel_size}; choose one of {', '.join(map(str, choices))}"
+            )
+
+    @property
+    def moe_tensor_parallel_size(self) -> int:
+        """Ranks that share one expert's matrices."""
+        return self.tensor_parallel_size // self.expert_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole launch."""
+        one_copy = self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
+        return one_copy * self.data_parallel_size
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ParallelConfig":
@@ -87,7 +120,7 @@ class ParallelConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "ParallelConfig":
         """Read what ``add_parallel_args`` added."""
-        return cls(tensor_parallel_size=args.tensor_parallel_size)
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
 def positive_int(text: str) -> int:
@@ -125,13 +158,29 @@ def add_fusion_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_LAYOUT_FLAGS = {
+    "tensor_parallel_size": "ranks that share one copy of each layer",
+    "expert_parallel_size": "parts that the experts are dealt to, within a tensor-parallel group",
+    "context_parallel_size": "tensor-parallel groups that split a prompt's tokens",
+    "pipeline_parallel_size": "stages of consecutive layers",
+    "data_parallel_size": "independent copies of the model",
+}
+
+
 def add_parallel_args(parser: argparse.ArgumentParser) -> None:
     """Add the layout flags; read them back with ``ParallelConfig.from_args``."""
     group = parser.add_argument_group("layout")
+    for name, meaning in _LAYOUT_FLAGS.items():
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=positive_int,
+            metavar="N",
+            default=getattr(ParallelConfig, name),
+            help=meaning + " (default: %(default)s)",
+        )
     group.add_argument(
-        "--tensor-parallel-size",
-        type=positive_int,
-        metavar="N",
-        default=ParallelConfig.tensor_parallel_size,
-        help="ranks that share one copy of the model (default: %(default)s)",
+        "--enable-dp-attention",
+        action="store_true",
+        default=ParallelConfig.enable_dp_attention,
+        help="ranks of one tensor-parallel group hold different tokens in attention; sums are then never fused",
     )
