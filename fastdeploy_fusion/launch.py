@@ -134,7 +134,7 @@ def run_rank(target: str, report_fd: int, parent: int) -> None:
     module, _, name = target.partition(":")
     try:
         code = getattr(importlib.import_module(module), name)(sys.argv[1:])
-        report = {"kind": "done"}
+        report: dict[str, Any] = {"kind": "done"}
     except (SystemExit, KeyboardInterrupt) as leaving:
         code = leaving.code if isinstance(leaving, SystemExit) and isinstance(leaving.code, int) else 1
         report = {"kind": "left", "code": code}
