@@ -16,7 +16,7 @@ class RMSNorm(WeightedLayer):
 
     ``x`` is ``[num_tokens, hidden_size]``. Given a ``PartialSum``, the sum over ranks, the addition and the norm are
     one step of ``tp``; then every rank of the group must call it alike. Given a tensor (any leading axes), it is local.
-    The norm is computed in float32; the weight's dtype may differ from the activation's.
+    Sum and norm are computed in float32 and rounded once; the weight's dtype may differ from the activation's.
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class RMSNorm(WeightedLayer):
                 raise ValueError(
                     f"residual {list(residual.shape)} and x {list(x.shape)} differ in shape; they are added row by row"
                 )
-            x = ops.add(x, residual)
+            total = x.astype("float32") + residual.astype("float32")
+            # The norm reads the sum before it is rounded, as the fused path does.
+            return ops.rms_norm(total, self.weight, self.eps).astype(x.dtype), total.astype(x.dtype)
         return ops.rms_norm(x, self.weight, self.eps), x
 
     def own_tensors(self) -> list[TensorSpec]:
