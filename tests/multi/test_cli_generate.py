@@ -14,12 +14,19 @@ import pytest
 
 from tests.ranks import new_segments, processes_with
 
-TOKEN = "GENERATE_TEST_TOKEN"
+TOKEN = ("GENERATE_TEST_TOKEN", f"{os.getpid()}.")  # in the environment of all that this file starts
 FUSED = ("--enable-flashinfer-allreduce-fusion",)
 
 
+@pytest.fixture(autouse=True)
+def end_what_a_failed_test_leaves():
+    yield
+    for pid in processes_with("=".join(TOKEN)):
+        os.kill(pid, signal.SIGKILL)
+
+
 def start(*argv, command=(sys.executable, "-m", "fastdeploy_fusion"), cwd=None, **environment):
-    env = {**os.environ, TOKEN: "1", **environment}
+    env = {**os.environ, TOKEN[0]: TOKEN[1], **environment}
     return subprocess.Popen(
         [*command, "generate", *map(str, argv)],
         cwd=cwd,
@@ -46,7 +53,7 @@ def run(*argv, timeout=60, **options):
 
 def assert_nothing_left(shm_before):
     deadline = time.monotonic() + 2
-    while (left := processes_with(f"{TOKEN}=1")) or (left := new_segments(shm_before)):
+    while (left := processes_with("=".join(TOKEN))) or (left := new_segments(shm_before)):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.02)
 
@@ -148,29 +155,60 @@ def test_paddles_launcher_starts_the_ranks_as_well(data, tmp_path):
     check_answers(json.loads(line), model)
 
 
-def generate_with_fault(data, fault, ranks=2, **environment):
+def generate_with_fault(data, fault):
     begin = time.monotonic()
-    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "24", *size(ranks), *FUSED]
-    code, out, err = run(*argv, FDFUSION_FAULT=fault, **environment)
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "24", *size(2), *FUSED]
+    code, out, err = run(*argv, FDFUSION_FAULT=fault)
     return code, out, [line for line in err.splitlines() if line.startswith("error:")], time.monotonic() - begin
 
 
-def test_a_killed_rank_ends_all(data):
-    code, out, errors, seconds = generate_with_fault(data, "call:1:kill:9")
-    assert (code, out, errors) == (1, "", ["error: rank 1 of 2 was killed by SIGKILL"])
-    assert seconds < 15
+def start_long(data, **environment):
+    """A run of some seconds on two ranks, returned when it is about to generate."""
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "500", "--ignore-eos"]
+    launcher = start(*argv, *size(2), *FUSED, **environment)
+    while b"weights" not in (line := launcher.stderr.readline()):
+        assert line, "it ended before the weights were read"
+    return launcher
+
+
+def pid_of_rank(rank):
+    def is_it(pid):
+        return f"PADDLE_TRAINER_ID={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+
+    (pid,) = [pid for pid in processes_with("=".join(TOKEN)) if is_it(pid)]
+    return pid
+
+
+def end_of(launcher, shm_before):
+    """(exit code, stdout, lines of errors), at most 10 s from now and with nothing left."""
+    begin = time.monotonic()
+    out, err = launcher.communicate(timeout=30)
+    assert time.monotonic() - begin < 10
+    assert_nothing_left(shm_before)
+    assert b"Traceback" not in err
+    return launcher.returncode, out.decode(), [line for line in err.decode().splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all(data, rank):
+    before = set(os.listdir("/dev/shm"))
+    launcher = start_long(data)
+    os.kill(pid_of_rank(rank), signal.SIGKILL)
+    assert end_of(launcher, before) == (1, "", [f"error: rank {rank} of 2 was killed by SIGKILL"])
+
+
+def test_a_rank_that_stands_still_is_named_by_its_peer(data):
+    before = set(os.listdir("/dev/shm"))
+    launcher = start_long(data, FDFUSION_CALL_TIMEOUT_S="2")
+    os.kill(pid_of_rank(1), signal.SIGSTOP)
+    code, out, (error,) = end_of(launcher, before)
+    assert (code, out) == (1, "")
+    assert error.startswith("error: rank 0 of 2: ") and "rank 1" in error.removeprefix("error: rank 0 of 2: ")
 
 
 def test_a_rank_that_raises_ends_all(data):
     code, out, errors, seconds = generate_with_fault(data, "call:1:raise:9")
     assert (code, out, errors) == (1, "", ["error: rank 1 of 2: injected fault at call"])
-    assert seconds < 15
-
-
-def test_a_rank_that_hangs_is_named_by_its_peer(data):
-    code, out, errors, seconds = generate_with_fault(data, "call:1:hang:9", FDFUSION_CALL_TIMEOUT_S="2")
-    assert (code, out, len(errors)) == (1, "", 1)
-    assert errors[0].startswith("error: rank 0 of 2: ") and "rank 1" in errors[0].partition(": rank 0 of 2: ")[2]
     assert seconds < 15
 
 
@@ -183,17 +221,10 @@ def test_a_backend_that_fails_at_the_start_is_replaced_and_said(data):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_rank_outlives_the_launcher(data, number):
     before = set(os.listdir("/dev/shm"))
-    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "24", *size(2), *FUSED]
-    launcher = start(*argv, FDFUSION_FAULT="call:1:hang:9")
-    while b"weights" not in (line := launcher.stderr.readline()):
-        assert line
+    launcher = start_long(data)
     launcher.send_signal(number)
-    begin = time.monotonic()
-    out, err = launcher.communicate(timeout=20)
-    assert time.monotonic() - begin < 10
-    assert_nothing_left(before)
-    assert launcher.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    assert out == b"" and b"error" not in err and b"Traceback" not in err
+    code = -number if number == signal.SIGKILL else 128 + number
+    assert end_of(launcher, before) == (code, "", [])
 
 
 def damage(folder, name, change):

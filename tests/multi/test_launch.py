@@ -12,7 +12,14 @@ import pytest
 from fastdeploy_fusion.errors import CheckpointError, PeerLost
 from tests.ranks import processes_with
 
-TOKEN = "LAUNCH_TEST_TOKEN"
+TOKEN = ("LAUNCH_TEST_TOKEN", f"{os.getpid()}.")  # in the environment of all that this file starts
+
+
+@pytest.fixture(autouse=True)
+def end_what_a_failed_test_leaves():
+    yield
+    for pid in processes_with("=".join(TOKEN)):
+        os.kill(pid, signal.SIGKILL)
 
 
 def target(argv):
@@ -83,7 +90,7 @@ def start(num_ranks, *argv, show_traceback=False, **environment):
         f"sys.exit(launch('tests.multi.test_launch:target', {list(argv)!r}, {num_ranks}, "
         f"show_traceback={show_traceback}))"
     )
-    env = {**os.environ, TOKEN: "1", **environment}
+    env = {**os.environ, TOKEN[0]: TOKEN[1], **environment}
     return subprocess.Popen(
         [sys.executable, "-c", code], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -99,7 +106,7 @@ def finish(launcher, timeout=20):
 
 def assert_gone():
     deadline = time.monotonic() + 2
-    while left := processes_with(f"{TOKEN}=1"):
+    while left := processes_with("=".join(TOKEN)):
         assert time.monotonic() < deadline, f"processes left: {left}"
         time.sleep(0.02)
 
