@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from fastdeploy_fusion import self_test
 from fastdeploy_fusion.backends.flashinfer import api, driver, paddle_side
 from fastdeploy_fusion.backends.flashinfer.detect import Way
 
@@ -23,11 +24,25 @@ ORDER = (
 )  # fmt: skip
 
 
-def array_at(tensor: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 host memory of a TVM-FFI tensor, whatever device it claims to be on."""
+def _memory(tensor: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, bool]:
+    """Host memory of a TVM-FFI tensor, whatever device it claims to be on; whether it is bfloat16, as its bits."""
     assert tuple(tensor.shape) == shape, (tensor.shape, shape)
-    buffer = (ctypes.c_float * int(np.prod(shape))).from_address(tensor.data_ptr())
-    return np.frombuffer(buffer, "float32").reshape(shape)
+    name = str(tensor.dtype)
+    kind = np.dtype("uint16" if name == "bfloat16" else name)
+    buffer = (ctypes.c_char * (int(np.prod(shape)) * kind.itemsize)).from_address(tensor.data_ptr())
+    return np.frombuffer(buffer, kind).reshape(shape), name == "bfloat16"
+
+
+def read(tensor: Any, shape: tuple[int, ...]) -> np.ndarray:
+    memory, bits = _memory(tensor, shape)
+    return (memory.astype("uint32") << 16).view("float32") if bits else memory.astype("float32")
+
+
+def write(tensor: Any, values: np.ndarray) -> np.ndarray:
+    """Store float32 values; what was stored, as float32."""
+    memory, bits = _memory(tensor, values.shape)
+    memory[:] = self_test.from_numpy(values, "bfloat16").numpy() if bits else values
+    return read(tensor, values.shape)
 
 
 def env_stream() -> int:
@@ -62,7 +77,8 @@ class FakeFlashInfer:
 
     def way(self) -> Way:
         found = api.Api(api.KIND_UNIFIED, has_weight_bias=True, has_trigger=True, wide_float32=False)
-        return Way("proxy", "0.0", self.comm, SimpleNamespace(float32="float32"), found, None)
+        dtypes = SimpleNamespace(float32="float32", float16="float16", bfloat16="bfloat16")
+        return Way("proxy", "0.0", self.comm, dtypes, found, None)
 
     def _create(self, *, comm_backend: Any, rank: int, world_size: int, **settings: Any) -> Any:
         assert (comm_backend.Get_rank(), comm_backend.Get_size()) == (rank, world_size)
@@ -83,17 +99,18 @@ class FakeFlashInfer:
         pointers = [given[n].data_ptr() for n in ("allreduce_in", "residual_in", "rms_gamma") if given[n] is not None]
         self.calls.append(given | {"stream": env_stream(), "pointers": pointers})
         shape = (given["token_num"], given["hidden_dim"])
-        total = self._sum(array_at(given["allreduce_in"], shape))
+        total = self._sum(read(given["allreduce_in"], shape))
         if given["pattern_code"] == 0:
-            array_at(given["allreduce_out"], shape)[:] = total
+            write(given["allreduce_out"], total)
             return
-        total += array_at(given["residual_in"], shape)
-        array_at(given["residual_out"], shape)[:] = total
-        weight = array_at(given["rms_gamma"], shape[1:]) + np.float32(given["weight_bias"])
-        scale = 1 / np.sqrt((total**2).mean(-1, keepdims=True) + given["rms_eps"])
-        array_at(given["norm_out"], shape)[:] = total * scale * weight
+        # The kernel rounds the sum before it adds the residual; residual_out is free to be written twice.
+        total = write(given["residual_out"], total) + read(given["residual_in"], shape)
+        total = write(given["residual_out"], total)
+        weight = read(given["rms_gamma"], shape[1:]) + np.float32(given["weight_bias"])
+        norm = total / np.sqrt((total**2).mean(-1, keepdims=True) + given["rms_eps"]) * weight
         if self.fault == "wrong":
-            array_at(given["norm_out"], shape)[0, 0] += len(self.calls)
+            norm[0, 0] += len(self.calls)
+        write(given["norm_out"], norm)
 
     def _sum(self, partial: np.ndarray) -> np.ndarray:
         parts = self.group.all_gather_object(partial.tobytes(), "fake kernel")

@@ -69,7 +69,7 @@ def make_current(index: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _contexts(index: int) -> ctypes.c_void_p:
     """Retained once a process, and kept: the frameworks hold it for as long as they live."""
     context = ctypes.c_void_p()
@@ -110,3 +110,10 @@ def read_words(pointer: int, count: int) -> list[int]:
     words = (ctypes.c_uint64 * count)()
     _call("cuMemcpyDtoH_v2", ctypes.byref(words), ctypes.c_uint64(pointer), ctypes.c_size_t(8 * count))
     return list(words)
+
+
+def allocate(count: int) -> int:
+    """Address of `count` bytes of device memory, to be given to `free`."""
+    pointer = ctypes.c_uint64()
+    _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(count))
+    return pointer.value
