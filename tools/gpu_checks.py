@@ -44,7 +44,7 @@ class Context:
 
     def backend(self, fusion: Any) -> Any:
         """The live trtllm backend: launch options are not part of the public API."""
-        return fusion._held.backend
+        return fusion._backend
 
 
 class Data:
