@@ -43,8 +43,7 @@ class Context:
             yield fusion
 
     def backend(self, fusion: Any) -> Any:
-        """The live trtllm backend: launch options are not part of the public API."""
-        return fusion._backend
+        return ranks.live_backend(fusion)
 
 
 class Data:

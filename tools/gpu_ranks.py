@@ -110,6 +110,14 @@ def on_paddle_stream() -> Any:
     return torch.cuda.stream(torch.cuda.ExternalStream(paddle_stream()))
 
 
+def live_backend(fusion: Any) -> Any:
+    """The trtllm backend inside a fusion: routes and launch options are not part of the public API."""
+    found = fusion
+    while not hasattr(found, "make_launcher"):
+        found = found._backend
+    return found
+
+
 def synchronize() -> None:
     from fastdeploy_fusion.backends.flashinfer import driver
 
