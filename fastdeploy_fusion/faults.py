@@ -26,8 +26,8 @@ class Fault:
     call: int = 1
 
 
-def planned() -> Fault | None:
-    """The fault asked for, or None.
+def planned(global_rank: int) -> Fault | None:
+    """The fault asked for on this rank, or None.
 
     Raises:
         ValueError: the variable is not of the form above.
@@ -39,7 +39,14 @@ def planned() -> Fault | None:
     call = rest[0] or "1"
     if step not in STEPS or kind not in KINDS or not rank.isdigit() or not call.isdigit():
         raise ValueError(f"FDFUSION_FAULT={spec!r} is not STEP:RANK:KIND[:CALL], STEP of {STEPS}, KIND of {KINDS}")
-    return Fault(step, int(rank), kind, int(call))
+    fault = Fault(step, int(rank), kind, int(call))
+    return fault if fault.rank == global_rank else None
+
+
+def sabotage(backend: Any, global_rank: int) -> Any:
+    """The backend, or one that fails at the call that was asked for."""
+    fault = planned(global_rank)
+    return FaultyBackend(backend, fault) if fault is not None and fault.step == "call" else backend
 
 
 def strike(fault: Fault) -> Any:
@@ -51,3 +58,25 @@ def strike(fault: Fault) -> Any:
     if fault.kind == "hang":
         time.sleep(3600)
     return None
+
+
+class FaultyBackend:
+    """A backend whose call number ``fault.call`` goes wrong."""
+
+    def __init__(self, backend: Any, fault: Fault) -> None:
+        self._backend = backend
+        self._fault = fault
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def add_rms_norm(self, *operands: Any) -> Any:
+        return self._call(self._backend.add_rms_norm, operands)
+
+    def all_reduce(self, *operands: Any) -> Any:
+        return self._call(self._backend.all_reduce, operands)
+
+    def _call(self, call: Any, operands: tuple[Any, ...]) -> Any:
+        self._calls += 1
+        return strike(self._fault) if self._calls == self._fault.call else call(*operands)

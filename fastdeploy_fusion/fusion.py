@@ -1,17 +1,18 @@
 """``AllReduceFusion``: what layers and scripts hold. One object a group of ranks that reduce together."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 
-from . import groups, workspace
-from .backends.plain import PlainBackend, add_rms_norm
+from . import faults, groups, workspace
+from .backends.plain import PlainBackend
 from .config import DTYPES, FusionConfig
 from .errors import WorkspaceError
 from .groups import RankGroup
 from .partial import PartialSum
-from .policy import Decision, Op, Path, Request, decide
+from .policy import Decision, GroupState, Op, Path, Request, decide
 
 _DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
 
@@ -24,18 +25,29 @@ class AllReduceFusion:
 
     Attributes:
         group: the ranks. rank, world_size: in-group rank and size.
+        state: what start-up agreed on, as the policy sees it.
         counters: ``(op, path, reason) -> calls``; one entry of one call is one reduction of one sum.
     """
 
-    def __init__(self, group: RankGroup, config: FusionConfig, held: workspace.Workspace, owns_group: bool) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        config: FusionConfig | None = None,
+        held: tuple[workspace.Workspace, GroupState] | None = None,
+        *,
+        owns_group: bool = False,
+    ) -> None:
+        """Without ``held`` (see ``open``) every call takes the plain path, with the reason 'not initialised'."""
         self.group = group
-        self.config = config
+        self.config = config or FusionConfig()
         self.rank = group.rank
         self.world_size = group.size
         self.counters: Counter[tuple[str, str, str]] = Counter()
-        self._workspace: workspace.Workspace | None = held
+        self.state = held[1] if held is not None else GroupState(group.size)
+        self._workspace = held[0] if held is not None else None
+        self._closed = False
         self._owns_group = owns_group
-        self._plain = PlainBackend(group)
+        self._plain = faults.sabotage(PlainBackend(group), group.ranks[group.rank])
         self._decisions: dict[tuple[Any, ...], Decision] = {}
 
     @classmethod
@@ -56,7 +68,7 @@ class AllReduceFusion:
 
         Raises:
             ValueError: a size or dtype out of range.
-            WorkspaceError: an open workspace of these ranks is for another shape, or a graph is being captured.
+            WorkspaceError: a graph is being captured.
             PeerLost: a rank died or did not come.
         """
         if hidden_size < 1:
@@ -118,25 +130,38 @@ class AllReduceFusion:
             return tensor
         return paddle.concat(self.group.all_gather(tensor), axis=-1)
 
+    def can_all_reduce(self, shape: Sequence[int], dtype: str) -> bool:
+        """Whether ``all_reduce`` of such an operand goes through the fused workspace. Pure, equal on all ranks."""
+        return self.explain(shape, op=Op.ALL_REDUCE, dtype=dtype).path is Path.FUSED
+
     def explain(
-        self, shape: list[int], *, op: Op = Op.ADD_RMS_NORM, dtype: str | None = None, weight_dtype: str | None = None,
+        self,
+        shape: Sequence[int],
+        *,
+        op: Op = Op.ADD_RMS_NORM,
+        dtype: str = "float32",
+        weight_dtype: str | None = None,
         has_residual: bool = True,
-    ) -> Decision:  # fmt: skip
-        """What a call would do and why, without doing it. Not collective."""
-        dtype = dtype or self._held.plan.dtype
-        request = Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual)
-        return decide(request, self._held.state, self.config)
+    ) -> Decision:
+        """What a call would do and why, without doing it. Not collective. ``weight_dtype`` None: as ``dtype``."""
+        self._check_open()
+        return decide(Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual), self.state, self.config)
 
     def freeze(self) -> None:
         """Promise that the workspace's addresses stay until ``close``: call it once graphs were captured."""
-        self._held.frozen = True
+        self._check_open()
+        if self._workspace is not None:
+            self._workspace.frozen = True
 
     def close(self) -> None:
         """Give the workspace back if this was its last user. Idempotent. Collective only on GPUs."""
         held, self._workspace = self._workspace, None
-        if held is None:
+        if self._closed:
             return
-        held.release()
+        self._closed = True
+        self._decisions.clear()
+        if held is not None:
+            held.release()
         if self._owns_group:
             self.group.close()
 
@@ -147,14 +172,13 @@ class AllReduceFusion:
         self.close()
 
     @property
-    def _held(self) -> workspace.Workspace:
-        if self._workspace is None:
-            raise WorkspaceError("this AllReduceFusion is closed; open a new one")
-        return self._workspace
-
-    @property
     def _backend(self) -> Any:
-        return self._held.backend
+        assert self._workspace is not None  # FUSED was decided
+        return self._workspace.backend
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkspaceError("this AllReduceFusion is closed; open a new one")
 
     def _fused_add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         if not x.is_contiguous():
@@ -185,10 +209,11 @@ class AllReduceFusion:
         )
         decision = self._decisions.get(key)
         if decision is None:
+            self._check_open()
             _check_operands(op, x, residual, weight)
             weight_dtype = None if weight is None else _DTYPE_NAMES[weight.dtype]
             request = Request(op, key[1], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None)
-            decision = self._decisions[key] = decide(request, self._held.state, self.config)
+            decision = self._decisions[key] = decide(request, self.state, self.config)
         self.counters[op.value, decision.path.value, decision.reason.value] += 1
         return decision
 
@@ -204,6 +229,3 @@ def _check_operands(op: Op, x: Any, residual: Any | None, weight: Any | None) ->
         raise TypeError(f"{op.value}: residual is {residual.dtype} and the input {x.dtype}; cast one to the other's")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"{op.value}: weight is {weight.shape} and the input {x.shape}; it must be {x.shape[-1:]}")
-
-
-__all__ = ["AllReduceFusion", "add_rms_norm"]

@@ -95,6 +95,13 @@ class RankGroup:
                     "must bring the same"
                 )
 
+    def fork(self) -> "RankGroup":
+        """The same ranks with a CPU-side channel of their own, to be closed by the caller. What breaks there leaves
+        this group's channel in step. Collective."""
+        if self.size == 1:
+            return self
+        return _with_channel(self.ranks, self.rank, self.paddle_group)
+
     def close(self) -> None:
         """Hang up the CPU-side channel. Paddle's group stays, since others may use it. Idempotent, not collective."""
         self.channel.close()
@@ -178,11 +185,14 @@ def store_rendezvous(key: str) -> Rendezvous:
     def look_up(timeout_s: float) -> str:
         # get() would block for the store's own 15 minutes, so a counter says when there is something to get.
         deadline = time.monotonic() + timeout_s
-        while store.add(key + "/ready", 0) < 1:
-            if time.monotonic() > deadline:
-                raise PeerLost(f"the group's first rank did not publish {key} within {timeout_s:.0f} s")
-            time.sleep(0.005)
-        value = store.get(key)
+        try:
+            while store.add(key + "/ready", 0) < 1:
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"the group's first rank did not publish {key} within {timeout_s:.0f} s")
+                time.sleep(0.005)
+            value = store.get(key)
+        except (ValueError, RuntimeError) as error:
+            raise error if isinstance(error, PeerLost) else PeerLost(f"global rank 0's store is gone: {error}") from error
         return value.decode() if isinstance(value, bytes) else str(value)
 
     return Rendezvous(publish, look_up)

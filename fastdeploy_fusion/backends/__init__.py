@@ -4,6 +4,7 @@ A backend is asked in the order probe (each rank for itself), refuse (pure, on a
 The workspace manager votes after each of them, so that all ranks of a group go on or stand down together.
 """
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,6 +31,18 @@ class WorkspacePlan:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
 
+    def covers(self, other: "WorkspacePlan") -> bool:
+        """Whether a workspace for this serves ``other`` too (dtypes of one size)."""
+        return other.hidden_size <= self.hidden_size and other.num_max_tokens <= self.num_max_tokens
+
+    def union(self, other: "WorkspacePlan") -> "WorkspacePlan":
+        """The smallest plan that covers both."""
+        return dataclasses.replace(
+            self,
+            hidden_size=max(self.hidden_size, other.hidden_size),
+            num_max_tokens=max(self.num_max_tokens, other.num_max_tokens),
+        )
+
 
 class Backend(Protocol):
     """A live backend of one group. All ranks of the group make the same calls in the same order with equal shapes.
@@ -40,6 +53,7 @@ class Backend(Protocol):
 
     name: str
     deterministic: bool
+    """Adds in one fixed order whatever the batch. A GPU backend also has ``sm``, its compute capability as 90."""
 
     def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         """``(norm_out, residual_out)`` as reference.py defines them."""

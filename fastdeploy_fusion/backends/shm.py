@@ -71,9 +71,16 @@ def workspace_bytes(plan: WorkspacePlan) -> int:
 
 def preflight(plan: WorkspacePlan) -> None:
     needed = workspace_bytes(plan)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = available_bytes()
     if needed > available:
-        raise MemoryError(f"shared memory needs {needed} bytes and the machine has {available} free")
+        raise MemoryError(f"shared memory needs {needed} bytes and the machine has {available} available")
+
+
+def available_bytes() -> int:
+    """What the kernel could give without swapping."""
+    with open("/proc/meminfo") as file:
+        kilobytes = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
+    return int(kilobytes) << 10
 
 
 def create(group: RankGroup, plan: WorkspacePlan) -> "ShmBackend":

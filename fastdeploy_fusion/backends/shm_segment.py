@@ -19,6 +19,8 @@ from ..errors import PeerLost
 
 LINE_BYTES = 64
 HALVES = 2
+_LEFT = 1
+"""Where in its line, after the flag, a rank says that it has closed the segment."""
 _SPINS = 200
 _POLITE_AFTER_S = 0.05
 _CHECK_PEER_EVERY_S = 0.02
@@ -107,6 +109,8 @@ class Segment:
         started = time.monotonic()
         next_check = started + _CHECK_PEER_EVERY_S
         while flags[at] < seq:
+            if flags[at + _LEFT] and flags[at] < seq:  # it may have published this chunk, then left
+                raise PeerLost(f"rank {other} of the group has closed the workspace before chunk {seq}")
             # Yield: with more ranks than cores the late rank may need this one's core (1000x slower without).
             os.sched_yield()
             now = time.monotonic()
@@ -128,7 +132,9 @@ class Segment:
             )
 
     def close(self) -> None:
-        """Unmap. Peers keep their own mappings."""
+        """Unmap, and tell peers that still wait for this rank. They keep their own mappings."""
+        if self._flags.nbytes:
+            self._flags[self.rank * 8 + _LEFT] = 1
         self.slots = []
         self._signatures = []
         self._flags = memoryview(b"").cast("q")

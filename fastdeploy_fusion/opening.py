@@ -1,0 +1,140 @@
+"""How the ranks of a group make a backend together, or all stand down.
+
+Five steps: probe, decide, preflight, create, self_test. Each has a time limit on every rank and ends in a vote over the
+group's CPU-side channel, so that all ranks go on or none does, and all know the same reason. Creation talks over a
+channel of its own: a rank that fails there hangs up, its peers notice at once, and the vote is still in step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from paddle.base import core
+
+from . import env, faults, probe, self_test
+from .backends import Backend, BackendModule, WorkspacePlan, module_of
+from .config import FusionConfig
+from .deadline import run_within
+from .errors import PeerLost, WorkspaceError
+from .groups import RankGroup
+from .policy import limit_tokens
+
+
+class StandDown(Exception):
+    """All ranks agreed not to use the backend; the text is the common reason."""
+
+
+def refuse_capture() -> None:
+    """Raise ``WorkspaceError`` while a CUDA graph is being captured: creation would end in the graph, or break it."""
+    if getattr(core, "is_cuda_graph_capturing", lambda: False)():
+        raise WorkspaceError("a workspace can't be made while a CUDA graph is being captured; open it before")
+
+
+def sm_of(backend: Backend | None) -> int | None:
+    """Compute capability (90) of the GPUs that the backend runs on, None on a CPU."""
+    return getattr(backend, "sm", None)
+
+
+def open_backend(
+    group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan
+) -> tuple[Backend, WorkspacePlan]:
+    """The live backend and the plan that it was made for. Collective over the group.
+
+    Raises:
+        StandDown: on all ranks alike, with one reason that names the rank.
+        PeerLost: a rank died, or hung where it can't be left behind.
+    """
+    group.channel.exchange(None, f"open {name}", env.seconds("FDFUSION_JOIN_TIMEOUT_S"))
+    opening = _Opening(group, config, name, plan)
+    try:
+        return opening.run(), opening.plan
+    except BaseException:
+        opening.abandon()
+        raise
+
+
+class _Opening:
+    def __init__(self, group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan) -> None:
+        self.group = group
+        self.config = config
+        self.name = name
+        self.plan = plan
+        self.step_timeout_s = env.seconds("FDFUSION_OPEN_TIMEOUT_S") / 2  # a step and its vote stay within it
+        self.fault = faults.planned(group.ranks[group.rank])
+        self.made: list[Backend] = []
+        self.fork: RankGroup | None = None
+
+    def run(self) -> Backend:
+        module = module_of(self.name)
+        facts = self._agree("probe", lambda: probe.rank_facts(self.name, self.config, self.plan))
+        self._fix_limit(facts[0].get("sm"))
+        refusals = self._agree("decide", lambda: [probe.compare(facts) or module.refuse(facts, self.plan)])
+        if refusals[0][0] is not None:
+            raise StandDown(refusals[0][0])
+        self._agree("preflight", lambda: [module.preflight(self.plan)])
+        self.fork = self.group.fork()
+        self._agree("create", lambda: self._create(module))
+        backend = self.made[0]
+        self._agree("self_test", lambda: [self_test.run(backend, self.group.rank, self.plan)])
+        return _WithFork(backend, self.fork)
+
+    def _fix_limit(self, sm: int | None) -> None:
+        """The built-in limit depends on the GPU. A grown workspace keeps the larger of its users' limits."""
+        p = self.plan
+        limit = limit_tokens(self.config, sm, p.world_size, p.hidden_size, p.dtype)
+        if sm is not None:
+            self.plan = WorkspacePlan(p.world_size, p.hidden_size, p.dtype, limit)
+
+    def _create(self, module: BackendModule) -> str:
+        assert self.fork is not None
+        backend = module.create(self.fork, self.plan)
+        self.made.append(backend)
+        return backend.name
+
+    def abandon(self) -> None:
+        """Give back what this rank has made so far; peers that wait for it inside the step notice."""
+        if self.fork is not None and self.fork is not self.group:
+            self.fork.close()
+        for backend in self.made:
+            backend.close()
+        self.made = []
+
+    def _agree(self, step: str, work: Callable[[], Any]) -> list[Any]:
+        """Do a step within the time limit, then vote: all ranks' results, or ``StandDown`` on all of them."""
+        result, reason, own = None, None, True
+        try:
+            result = run_within(lambda: self._work(step, work), self.step_timeout_s, step)
+            reason = f"{step} returned nothing" if result is None else None
+        except PeerLost as error:
+            reason, own = f"{step}: {error}", False
+        except Exception as error:
+            reason = f"{step} failed: {type(error).__name__}: {error}"
+        if reason is not None:
+            self.abandon()
+        votes = self.group.channel.exchange([reason, own, result], f"vote on {step}", self.step_timeout_s * 2)
+        refusals = [(not is_own, rank, text) for rank, (text, is_own, _) in enumerate(votes) if text is not None]
+        if refusals:
+            _, rank, text = min(refusals)  # a rank's own failure before what others saw of it
+            raise StandDown(f"{self.group.channel.name_of(rank)}: {text}")
+        return [outcome for *_, outcome in votes]
+
+    def _work(self, step: str, work: Callable[[], Any]) -> Any:
+        if self.fault is not None and self.fault.step == step:
+            return faults.strike(self.fault)
+        return work()
+
+
+class _WithFork:
+    """A backend together with the channel that it was made over, closed after it."""
+
+    def __init__(self, backend: Backend, fork: RankGroup) -> None:
+        self._backend = backend
+        self._fork = fork
+        self.name = backend.name
+        self.deterministic = backend.deterministic
+        self.sm = sm_of(backend)
+        self.add_rms_norm = backend.add_rms_norm
+        self.all_reduce = backend.all_reduce
+
+    def close(self) -> None:
+        self._backend.close()
+        self._fork.close()
