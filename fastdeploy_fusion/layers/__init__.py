@@ -1,7 +1,8 @@
 """Layers of a tensor-parallel decoder. They take plain values and ``tp``, an open ``AllReduceFusion``."""
 
-from .attention import AttentionStep, KVCache, PackedBatch, RotaryEmbedding
+from .attention import AttentionStep
 from .embedding import ParallelLMHead, VocabParallelEmbedding
+from .kv_cache import KVCache, PackedBatch
 from .linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -13,6 +14,7 @@ from .mlp import GatedMLP
 from .moe import ExpertPlacement, FusedMoE
 from .norm import RMSNorm
 from .parameter import TensorSpec, WeightedLayer, empty_parameter
+from .rotary import RotaryEmbedding
 from .router import NoAuxTcRouter
 
 __all__ = [

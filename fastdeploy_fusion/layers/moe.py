@@ -66,6 +66,7 @@ class FusedMoE(WeightedLayer):
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.router, self.shared = router, shared
         self.gate_up = empty_parameter([len(self.placement.experts), 2 * local, hidden_size], dtype)
+        self._views: list[tuple[Any, Any]] = []
         self.down = empty_parameter([len(self.placement.experts), hidden_size, local], dtype)
 
     def forward(self, x: Any) -> Any:
@@ -106,10 +107,13 @@ class FusedMoE(WeightedLayer):
         stacked = ops.widen(paddle.concat([self._expert(expert_ids[k] - experts.start, x) for k in held]))
         if len(held) < len(expert_ids):
             weights = paddle.gather(weights, paddle.to_tensor(held, place=x.place), axis=1)
-        return paddle.matmul(weights.astype(stacked.dtype), stacked).astype(x.dtype)
+        return ops.cast(paddle.matmul(ops.cast(weights, stacked.dtype), stacked), x.dtype)
 
     def _expert(self, expert: int, x: Any) -> Any:
-        return ops.linear(ops.swiglu(ops.linear(x, self.gate_up[expert])), self.down[expert])
+        if not self._views:  # of the parameters' memory; taking one costs as much as a small matmul
+            self._views = [(self.gate_up[i], self.down[i]) for i in range(len(self.placement.experts))]
+        gate_up, down = self._views[expert]
+        return ops.linear(ops.swiglu(ops.linear(x, gate_up)), down)
 
     @staticmethod
     def _combine(stacked: Any, weights: Any, order: np.ndarray, num_tokens: int, top_k: int) -> Any:
@@ -121,7 +125,7 @@ class FusedMoE(WeightedLayer):
         place_of[order] = np.arange(len(order))
         pairs = paddle.gather(stacked, paddle.to_tensor(place_of, place=stacked.place))
         pairs = pairs.reshape([num_tokens, top_k, -1])
-        return paddle.matmul(weights.unsqueeze(1).astype(pairs.dtype), pairs).squeeze(1)
+        return paddle.matmul(ops.cast(weights, pairs.dtype).unsqueeze(1), pairs).squeeze(1)
 
     def own_tensors(self) -> list[TensorSpec]:
         """Experts held elsewhere are listed with nothing to read, so that every rank knows all names."""

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..backends.plain import add_rms_norm
 from ..partial import PartialSum
 from ..sites import parse_site
 from . import ops
@@ -45,15 +46,12 @@ class RMSNorm(WeightedLayer):
             return tp.add_rms_norm(x, residual, self.weight, self.eps)
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"last axis of x is {x.shape[-1]}, but the norm {self.key!r} is over {self.hidden_size}")
-        if residual is not None:
-            if list(residual.shape) != list(x.shape):
-                raise ValueError(
-                    f"residual {list(residual.shape)} and x {list(x.shape)} differ in shape; they are added row by row"
-                )
-            total = x.astype("float32") + residual.astype("float32")
-            # The norm reads the sum before it is rounded, as the fused path does.
-            return ops.rms_norm(total, self.weight, self.eps).astype(x.dtype), total.astype(x.dtype)
-        return ops.rms_norm(x, self.weight, self.eps), x
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(
+                f"residual {list(residual.shape)} and x {list(x.shape)} differ in shape; they are added row by row"
+            )
+        norm_out, residual_out = add_rms_norm(x, residual, self.weight, self.eps)
+        return ops.cast(norm_out, x.dtype), x if residual is None else ops.cast(residual_out, x.dtype)
 
     def own_tensors(self) -> list[TensorSpec]:
         whole = (slice(0, self.hidden_size),)

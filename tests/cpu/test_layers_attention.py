@@ -43,7 +43,7 @@ def test_packed_sequences_do_not_see_each_other_and_continue_from_the_cache(bloc
     cache = make_cache()
     cached = dict.fromkeys(slots, 0)
     # Prompts, then a mixed batch in another order, then single tokens.
-    for lengths in ({2: 5, 0: 1, 3: 4}, {3: 6, 2: 1}, {0: 1, 2: 1, 3: 1}, {0: 1, 3: 1}):
+    for lengths in ({2: 5, 0: 1, 3: 4}, {3: 6, 2: 1}, {0: 1, 2: 1, 3: 1}, {0: 1, 3: 1}):  # the third: 2 and 3 in one go
         batch = PackedBatch(tuple(lengths), tuple(cached[s] for s in lengths), tuple(lengths.values()))
         pieces = [[full[s][i][cached[s] : cached[s] + n] for s, n in lengths.items()] for i in range(3)]
         for (s, n), got in zip(lengths.items(), run(cache, batch, pieces), strict=True):

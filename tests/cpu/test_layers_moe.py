@@ -142,11 +142,13 @@ def test_no_tokens_give_no_rows_and_still_one_sum():
     assert tp.reduced == [[0, HIDDEN]]
 
 
-def test_bfloat16_experts_are_near_the_float32_ones():
-    layer, x = make(FakeTp(), dtype="bfloat16"), draw(5, HIDDEN)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_bfloat16_experts_are_near_the_float32_ones(shared, num_tokens):
+    layer, x = make(FakeTp(), shared=shared, dtype="bfloat16"), draw(num_tokens, HIDDEN)
     stored = fill(layer)
     out = layer(tensor(x, "bfloat16"))
-    want = expected(array(tensor(x, "bfloat16")), stored)
+    want = expected(array(tensor(x, "bfloat16")), stored, shared)
     assert str(out.dtype) == "paddle.bfloat16"
     np.testing.assert_allclose(array(out), want, atol=0.05 * np.abs(want).max())
 

@@ -1,0 +1,92 @@
+"""Packed batches of ragged sequences, and the cache that keeps their keys and values."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from . import ops
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences of one forward, in the order of their rows.
+
+    ``slots``: each one's place in the KV cache. ``cached``: tokens it has there already. ``lengths``: its new tokens,
+    at least one. Equal on all ranks.
+    """
+
+    slots: tuple[int, ...]
+    cached: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.slots) == len(self.cached) == len(self.lengths):
+            raise ValueError(f"{self} needs one slot, one cached count and one length a sequence")
+        if len(set(self.slots)) != len(self.slots):
+            raise ValueError(f"slots {self.slots} hold one sequence twice; pack a sequence's tokens as one run")
+        if any(length < 1 for length in self.lengths) or any(count < 0 for count in self.cached):
+            raise ValueError(f"{self} needs lengths of at least 1 and cached counts of at least 0; leave out idle ones")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last row of each sequence."""
+        return tuple(np.cumsum(self.lengths).tolist())
+
+    def positions(self) -> np.ndarray:
+        """int64 ``[num_tokens]``: the position of every row in its sequence."""
+        runs = [np.arange(count, count + length) for count, length in zip(self.cached, self.lengths, strict=True)]
+        return np.concatenate(runs)
+
+
+class KVCache:
+    """Keys and values of ``num_slots`` sequences of up to ``max_tokens``, for the local kv heads of every layer.
+
+    Each is ``[num_slots, kv_heads, max_tokens, head_dim]``, allocated once and written in place. On CPU it is float32
+    whatever ``dtype`` says, since attention computes in float32 there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        max_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str = "float32",
+    ) -> None:
+        self.num_slots, self.max_tokens, self.kv_heads, self.head_dim = num_slots, max_tokens, kv_heads, head_dim
+        shape = [num_slots, kv_heads, max_tokens, head_dim]
+        self.keys = [_zeros(shape, dtype) for _ in range(num_layers)]
+        self.values = [_zeros(shape, dtype) for _ in range(num_layers)]
+        # The same memory as rows of head_dim, for one scatter a layer.
+        self._key_rows = [keys.reshape([-1, head_dim]) for keys in self.keys]
+        self._value_rows = [values.reshape([-1, head_dim]) for values in self.values]
+
+    def write(self, layer: int, rows: Any, keys: Any, values: Any) -> None:
+        """Store ``keys`` and ``values`` ``[num_tokens, kv_heads, head_dim]`` at ``rows`` (``AttentionStep.rows``)."""
+        for target, new in ((self._key_rows[layer], keys), (self._value_rows[layer], values)):
+            paddle.scatter_(target, rows, ops.cast(new, target.dtype).reshape([-1, self.head_dim]))
+
+    def check_fits(self, batch: PackedBatch) -> None:
+        """ValueError unless every sequence of the batch has a slot here and room in it."""
+        if not batch.slots:
+            raise ValueError("the batch holds no sequence; give at least one")
+        longest = max(count + length for count, length in zip(batch.cached, batch.lengths, strict=True))
+        if longest > self.max_tokens:
+            raise ValueError(f"a sequence of {longest} tokens does not fit the cache's max_tokens {self.max_tokens}")
+        if not 0 <= min(batch.slots) <= max(batch.slots) < self.num_slots:
+            raise ValueError(f"slots {batch.slots} are not all within the cache's {self.num_slots} slots")
+
+
+def _zeros(shape: list[int], dtype: str) -> Any:
+    """Zeroed memory: rows that nobody wrote are masked, but must not hold NaN. On CPU pages come when used."""
+    if paddle.get_device().startswith("cpu"):
+        return paddle.from_dlpack(np.zeros(shape, np.float32))
+    return paddle.zeros(shape, dtype=dtype)
