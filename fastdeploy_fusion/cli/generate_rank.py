@@ -41,7 +41,8 @@ def generate_on_this_rank(
             group.close()
         if document["rank"] == 0:
             del document["rank"]
-            write_json(document, answer) if args.json else write_text(document, answer)
+            with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+                write_json(document, answer) if args.json else write_text(document, answer)
     return 0
 
 

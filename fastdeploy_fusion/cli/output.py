@@ -17,9 +17,10 @@ def answer_only_on_stdout() -> Iterator[TextIO]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield answer
-        answer.flush()
+        with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+            answer.flush()
     finally:
-        with contextlib.suppress(OSError):  # the reader of the pipe may be gone
+        with contextlib.suppress(OSError):
             answer.close()
         sys.stdout.flush()  # what was written past the redirection
         os.dup2(real, 1)

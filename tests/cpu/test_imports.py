@@ -12,10 +12,10 @@ PACKAGE = "fastdeploy_fusion"
 
 # From the ground up. A module may import from its own layer and from those below; no cycles inside a layer.
 LAYERS = [
-    {"errors", "config", "env", "faults", "sites", "policy", "deadline"},
+    {"errors", "config", "env", "faults", "sites", "policy", "deadline", "topology"},
     {"launch", "channel", "groups", "partial", "reference"},
     {"backends"},
-    {"probe", "self_test", "workspace", "fusion"},
+    {"probe", "self_test", "opening", "workspace", "fusion", "parallel"},
     {"layers"},
     {"checkpoint", "weights", "integrations", "models"},
     {"supervise", "cli", "__main__"},
