@@ -26,7 +26,7 @@ def run_within(step: Callable[[], T], seconds: float, name: str) -> T:
     thread.start()
     thread.join(seconds)
     if failure:
-        raise failure[0]
+        raise failure.pop()  # no name for it here: that would keep its frames, and what they hold, until a collection
     if not outcome:
         raise TimeoutError(f"{name} did not end within {seconds:g} s")
     return outcome[0]

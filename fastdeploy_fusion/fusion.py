@@ -86,9 +86,7 @@ class AllReduceFusion:
         """Mark a tensor as this rank's share of a sum over the group."""
         return PartialSum(tensor, self)
 
-    def add_rms_norm(
-        self, partial: PartialSum | Any, residual: Any | None, weight: Any, eps: float
-    ) -> tuple[Any, Any]:
+    def add_rms_norm(self, partial: PartialSum | Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
         """``residual_out = sum over ranks + residual``; ``norm_out = rms_norm(residual_out) * weight``.
 
         Args:

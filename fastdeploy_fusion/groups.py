@@ -19,9 +19,10 @@ from paddle.distributed import collective
 from . import env
 from .channel import Channel, Rendezvous
 from .errors import FusionError, PeerLost
+from .launch import wait_for_first_rank
 
 _channels_made: dict[tuple[int, ...], int] = {}
-"""How often a channel was made for a member list: it makes the keys of successive channels differ, alike on all ranks."""
+"""How often a channel was made for a member list, so that the keys of successive ones differ, alike on all ranks."""
 
 
 class RankGroup:
@@ -31,6 +32,7 @@ class RankGroup:
         ranks: the global ranks, ascending; the identity of the group.
         rank: this process's position in ``ranks``.
         size: how many they are.
+        timeout_s: how long an exchange waits for the slowest rank.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, paddle_group: Any, channel: Channel) -> None:
@@ -39,10 +41,11 @@ class RankGroup:
         self.size = len(ranks)
         self.paddle_group = paddle_group
         self.channel = channel
+        self.timeout_s = env.seconds("FDFUSION_CALL_TIMEOUT_S")
 
     def all_gather_object(self, value: Any, what: str = "all_gather_object") -> list[Any]:
         """All ranks' values in rank order. JSON-able values and bytes; collective."""
-        return self.channel.exchange(value, what, env.seconds("FDFUSION_CALL_TIMEOUT_S"))
+        return self.channel.exchange(value, what, self.timeout_s)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """The value of in-group rank ``root``; collective."""
@@ -124,6 +127,7 @@ def init_world() -> RankGroup:
 
 def _init_parallel_env() -> None:
     if not dist.is_initialized():
+        wait_for_first_rank()
         # Paddle writes its flags straight to sys.stderr here.
         with contextlib.redirect_stderr(io.StringIO()):
             dist.init_parallel_env()
@@ -191,8 +195,10 @@ def store_rendezvous(key: str) -> Rendezvous:
                     raise PeerLost(f"the group's first rank did not publish {key} within {timeout_s:.0f} s")
                 time.sleep(0.005)
             value = store.get(key)
+        except PeerLost:
+            raise
         except (ValueError, RuntimeError) as error:
-            raise error if isinstance(error, PeerLost) else PeerLost(f"global rank 0's store is gone: {error}") from error
+            raise PeerLost(f"global rank 0's store is gone: {error}") from error
         return value.decode() if isinstance(value, bytes) else str(value)
 
     return Rendezvous(publish, look_up)
@@ -206,7 +212,8 @@ def _new_paddle_group(members: tuple[int, ...], me: int) -> Any:
     """
     if os.environ.get("PADDLE_DISTRI_BACKEND", "") != "gloo" and paddle.is_compiled_with_cuda():
         return dist.new_group(list(members))
-    made = _channels_made[(-1, *members)] = _channels_made.get((-1, *members), 0) + 1
+    key = (-1, *members)
+    made = _channels_made[key] = _channels_made.get(key, 0) + 1
     rendezvous = store_rendezvous(f"fdfusion/store/{'-'.join(map(str, members))}/{made}")
     host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
     store = _group_store(members, me, host, rendezvous) if me in members else None

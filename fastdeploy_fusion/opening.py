@@ -72,9 +72,12 @@ class _Opening:
             raise StandDown(refusals[0][0])
         self._agree("preflight", lambda: [module.preflight(self.plan)])
         self.fork = self.group.fork()
+        # Who waits for a peer gives up before the step's limit, so that the one that hangs is the one that is named.
+        self.fork.timeout_s = self.step_timeout_s * 0.75
         self._agree("create", lambda: self._create(module))
         backend = self.made[0]
         self._agree("self_test", lambda: [self_test.run(backend, self.group.rank, self.plan)])
+        self.fork.timeout_s = backend.timeout_s = self.group.timeout_s
         return _WithFork(backend, self.fork)
 
     def _fix_limit(self, sm: int | None) -> None:
@@ -131,6 +134,7 @@ class _WithFork:
         self._fork = fork
         self.name = backend.name
         self.deterministic = backend.deterministic
+        self.timeout_s = backend.timeout_s
         self.sm = sm_of(backend)
         self.add_rms_norm = backend.add_rms_norm
         self.all_reduce = backend.all_reduce

@@ -27,12 +27,12 @@ def run(backend: Backend, rank: int, plan: WorkspacePlan) -> None:
         partials = [_random(shape, 1 + other, plan.dtype) for other in range(plan.world_size)]
         residual, weight = _random(shape, 101, plan.dtype), _random(shape[1:], 102, plan.dtype)
         norm, total = reference.add_rms_norm(partials, residual, weight, _EPS)
-        operands = [_tensor(array, plan.dtype) for array in (partials[rank], residual, weight)]
-        norm_out, residual_out = backend.add_rms_norm(*operands, _EPS)
+        x, r, w = (from_numpy(array, plan.dtype) for array in (partials[rank], residual, weight))
+        norm_out, residual_out = backend.add_rms_norm(x, r, w, _EPS)
         _check("add_rms_norm's residual", residual_out, total, plan)
         _check("add_rms_norm's norm", norm_out, norm, plan)
         summed = np.sum(np.stack(partials).astype(np.float64), axis=0)
-        _check("all_reduce", backend.all_reduce(operands[0]), summed, plan)
+        _check("all_reduce", backend.all_reduce(x), summed, plan)
 
 
 def _random(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
@@ -41,10 +41,6 @@ def _random(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
     # Six mantissa bits survive in every dtype.
     mantissa, exponent = np.frexp(values)
     return np.ldexp(np.round(mantissa * 64) / 64, exponent).astype(np.float32)
-
-
-def _tensor(array: np.ndarray, dtype: str) -> Any:
-    return from_numpy(array, dtype)
 
 
 def from_numpy(array: np.ndarray, dtype: str) -> Any:

@@ -3,6 +3,7 @@
     run_ranks(2, "tests.multi.test_x:body", 3)      -> [result of rank 0, result of rank 1]
     run_cases(2, [(body, 3), (other, "a")])         -> the same for several bodies in ONE set of processes, in order
     run_ranks(2, body, on_failure="observe")        -> [Outcome, Outcome], for tests that break a rank on purpose
+    ... on_failure="observe_first"                  -> the same, but the others are ended soon after the first failure
 
 A body is a function at module level, `body(rank, num_ranks, *args)`, with JSON-able arguments and result. A rank that
 has finished waits until all have (or one failed), so no body needs a closing barrier.
@@ -70,8 +71,10 @@ def run_ranks(
     on_failure: str = "raise",
 ) -> Any:
     """Runs one body on `num_ranks` ranks; returns its result of every rank, or Outcomes with `on_failure="observe"`."""
-    outcomes = _run(num_ranks, [(body, *args)], timeout_s, env, observe=_observes(on_failure))
-    return outcomes if on_failure == "observe" else [o.results[0] for o in outcomes]
+    observe = _observes(on_failure)
+    kill_on_failure = on_failure != "observe"
+    outcomes = _run(num_ranks, [(body, *args)], timeout_s, env, observe=observe, kill_on_failure=kill_on_failure)
+    return outcomes if observe else [o.results[0] for o in outcomes]
 
 
 def run_cases(
@@ -83,14 +86,14 @@ def run_cases(
 ) -> list[list[Any]]:
     """Runs several `body` or `(body, *args)` one after another in one set of ranks; returns [case][rank]."""
     tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
-    outcomes = _run(num_ranks, tuples, timeout_s, env, observe=False)
+    outcomes = _run(num_ranks, tuples, timeout_s, env, observe=False, kill_on_failure=True)
     return [[o.results[i] for o in outcomes] for i in range(len(tuples))]
 
 
 def _observes(on_failure: str) -> bool:
-    if on_failure not in ("raise", "observe"):
-        raise ValueError(f"on_failure={on_failure!r}: must be 'raise' or 'observe'")
-    return on_failure == "observe"
+    if on_failure not in ("raise", "observe", "observe_first"):
+        raise ValueError(f"on_failure={on_failure!r}: must be 'raise', 'observe' or 'observe_first'")
+    return on_failure != "raise"
 
 
 def _spec(body: Body) -> str:
@@ -101,7 +104,15 @@ def _spec(body: Body) -> str:
     return f"{body.__module__}:{body.__qualname__}"
 
 
-def _run(num_ranks: int, cases: Sequence[tuple[Any, ...]], timeout_s: float, env: Any, observe: bool) -> list[Outcome]:
+def _run(
+    num_ranks: int,
+    cases: Sequence[tuple[Any, ...]],
+    timeout_s: float,
+    env: Any,
+    *,
+    observe: bool,
+    kill_on_failure: bool,
+) -> list[Outcome]:
     token = f"{os.getpid()}-{secrets.token_hex(6)}"
     shm_before = _shm_names()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -109,7 +120,7 @@ def _run(num_ranks: int, cases: Sequence[tuple[Any, ...]], timeout_s: float, env
         folder.joinpath("cases.json").write_text(json.dumps([[_spec(c[0]), list(c[1:])] for c in cases]))
         ranks = _RankSet(folder, num_ranks, {**(env or {}), _TOKEN: token})
         try:
-            timed_out = not ranks.wait(timeout_s, kill_on_failure=not observe)
+            timed_out = not ranks.wait(timeout_s, kill_on_failure=kill_on_failure)
         finally:
             ranks.end()
         outcomes = ranks.outcomes()

@@ -55,6 +55,9 @@ class Backend(Protocol):
     deterministic: bool
     """Adds in one fixed order whatever the batch. A GPU backend also has ``sm``, its compute capability as 90."""
 
+    timeout_s: float
+    """Longest wait for a peer in a call, where the backend can bound it; at first the creating group's."""
+
     def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         """``(norm_out, residual_out)`` as reference.py defines them."""
         ...
@@ -99,7 +102,7 @@ MODULES = {"plain": "plain", "shm": "shm", "trtllm": "flashinfer", "mnnvl": "fla
 
 def module_of(name: str) -> BackendModule:
     """The module of a backend, imported on first use (a GPU backend brings heavy imports)."""
-    return importlib.import_module(f".{MODULES[name]}", __name__)  # type: ignore[return-value]
+    return importlib.import_module(f".{MODULES[name]}", __name__)
 
 
 def resolve(name: str, device: str) -> str:

@@ -19,6 +19,7 @@ class PlainBackend:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
+        self.timeout_s = group.timeout_s
 
     def add_rms_norm(self, partial: Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
         """``residual`` may be None here: the sum itself is normalised."""

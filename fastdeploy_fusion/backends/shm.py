@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from .. import env
 from ..errors import FusionError, PeerLost
 from ..groups import RankGroup
 from . import WorkspacePlan
@@ -92,8 +91,8 @@ def create(group: RankGroup, plan: WorkspacePlan) -> "ShmBackend":
         if group.rank != 0:
             pid, _, first_fd = peers[0]
             fd = os.open(f"/proc/{pid}/fd/{first_fd}", os.O_RDWR)
-        timeout_s = env.seconds("FDFUSION_CALL_TIMEOUT_S")
-        segment = Segment(fd, group.rank, [(pid, start) for pid, start, _ in peers], _chunk_bytes(plan), timeout_s)
+        alive = [(pid, start_time) for pid, start_time, _ in peers]
+        segment = Segment(fd, group.rank, alive, _chunk_bytes(plan), group.timeout_s)
         group.all_gather_object(None, "shared memory mapped")  # the first rank's descriptor must live until here
     finally:
         if fd >= 0:
@@ -127,10 +126,20 @@ class ShmBackend:
         self._views = HostViews()
         self._broken: str | None = None
 
+    @property
+    def timeout_s(self) -> float:
+        return self._segment.timeout_s if self._segment is not None else 0.0
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        if self._segment is not None:
+            self._segment.timeout_s = seconds
+
     def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         if partial.dtype != paddle.float32:
-            outs = self.add_rms_norm(*(t.astype("float32") for t in (partial, residual, weight)), eps)
-            return outs[0].astype(partial.dtype), outs[1].astype(partial.dtype)
+            x, r, w = (operand.astype("float32") for operand in (partial, residual, weight))
+            norm, total = self.add_rms_norm(x, r, w, eps)
+            return norm.astype(partial.dtype), total.astype(partial.dtype)
         num_tokens, hidden_size = partial.shape
         residual_out, norm_out = outputs.empty(num_tokens, hidden_size), outputs.empty(num_tokens, hidden_size)
         views = self._views.of

@@ -60,8 +60,8 @@ class Segment:
         self.others = [other for other in range(world_size) if other != rank]
         self.seq = 0
         self._peers = peers
-        self._timeout_s = timeout_s
-        self._map = mmap.mmap(fd, segment_bytes(world_size, chunk_bytes))
+        self.timeout_s = timeout_s
+        self._map: mmap.mmap | None = mmap.mmap(fd, segment_bytes(world_size, chunk_bytes))
         self._bytes = memoryview(self._map)
         self._flags = self._bytes[: world_size * LINE_BYTES].cast("q")
         self._signatures: list[list[Any]] = []
@@ -125,10 +125,10 @@ class Segment:
         pid, start_time = self._peers[other]
         if start_time_of(pid) != start_time and self._flags[other * 8] < seq:
             raise PeerLost(f"rank {other} of the group (pid {pid}) died before its chunk {seq}")
-        if waited_s > self._timeout_s:
+        if waited_s > self.timeout_s:
             raise PeerLost(
-                f"rank {other} of the group (pid {pid}) did not come to chunk {seq} within {self._timeout_s:g} s; it is "
-                f"at chunk {self._flags[other * 8]}. FDFUSION_CALL_TIMEOUT_S sets the limit"
+                f"rank {other} of the group (pid {pid}) did not come to chunk {seq} within {self.timeout_s:g} s; it "
+                f"is at chunk {self._flags[other * 8]}. FDFUSION_CALL_TIMEOUT_S sets the limit"
             )
 
     def close(self) -> None:
@@ -138,8 +138,5 @@ class Segment:
         self.slots = []
         self._signatures = []
         self._flags = memoryview(b"").cast("q")
-        self._bytes.release()
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a traceback still holds a slot; the mapping goes with it
+        self._bytes = memoryview(b"")
+        self._map = None  # unmapped with the last array over it: one may still be in use in a traceback

@@ -1,9 +1,10 @@
 """The shapes of API that FlashInfer has had, told apart by what is there; workspaces made and given back through them.
 
-unified: `create_allreduce_fusion_workspace` and `allreduce_fusion` (0.6.12 and later: symmetric memory without
-multicast, exchanged through the communicator that we pass).
+unified: `create_allreduce_fusion_workspace` and `allreduce_fusion`, whose workspace lies in memory that is exchanged
+through the communicator that we pass (0.6.18 to 0.7.4).
 legacy: `trtllm_create_ipc_workspace_for_all_reduce_fusion` and friends over CUDA IPC (0.4.1 to 0.6.6, Paddle's build
 included), which returns two, three or four values.
+Versions between (0.6.12) make the workspace in torch's symmetric memory, which takes a torch process group: refused.
 """
 
 from __future__ import annotations
@@ -70,36 +71,40 @@ def accepts(function: Any, names: tuple[str, ...]) -> bool:
     return True
 
 
-def recognize(comm: Any, inner: Any, version: str) -> Api:
-    """The API that `flashinfer.comm` (`comm`) and its trtllm_ar module (`inner`) offer; UnknownApi if none fits."""
+def refers_to(function: Any, *names: str) -> bool:
+    """Whether the function's own code uses all these global names and attributes."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and set(names) <= set(code.co_names)
+
+
+def recognize(comm: Any, version: str) -> Api:
+    """The API that `flashinfer.comm` offers; UnknownApi if it is none that can be used without a torch group."""
+    create = getattr(comm, "trtllm_create_ipc_workspace_for_all_reduce_fusion", None)
     call = getattr(comm, "trtllm_allreduce_fusion", None)
-    bias = call is not None and "weight_bias" in parameters(call)
     unified = getattr(comm, "create_allreduce_fusion_workspace", None), getattr(comm, "allreduce_fusion", None)
-    memory = getattr(inner, "SymmDeviceMemory", None)
+    if create is None or call is None or not hasattr(comm, "trtllm_destroy_ipc_workspace_for_all_reduce_fusion"):
+        raise _unknown(version)
+    bias = "weight_bias" in parameters(call)
     if (
         all(unified)
         and accepts(unified[0], CREATE_UNIFIED)
         and accepts(unified[1], CALL_UNIFIED)
-        and memory is not None
-        # Before 0.6.12 the workspace lay in NVLink multicast memory, which needs more of the machine than it gives.
-        and "enable_multicast" in parameters(memory.__init__)
+        # 0.6.6 takes the rank in the group for the device's index instead of asking for the current device.
+        and refers_to(create, "SymmDeviceMemory", "current_device")
     ):
         has_trigger = "trigger_completion_at_end" in parameters(unified[1])
         return Api(KIND_UNIFIED, bias, has_trigger, _is_wide(version))
-    create = getattr(comm, "trtllm_create_ipc_workspace_for_all_reduce_fusion", None)
-    if (
-        call is not None
-        and create is not None
-        and hasattr(inner, "create_shared_buffer")
-        and accepts(call, CALL_LEGACY)
-        and accepts(create, CREATE_LEGACY)
-    ):
+    if accepts(call, CALL_LEGACY) and accepts(create, CREATE_LEGACY) and refers_to(create, "create_shared_buffer"):
         return Api(KIND_LEGACY, bias, True, _is_wide(version))
+    raise _unknown(version)
+
+
+def _unknown(version: str) -> UnknownApi:
     import paddle
 
-    raise UnknownApi(
-        f"FlashInfer {version} with Paddle {paddle.__version__}: its all-reduce fusion entries are not among those "
-        "known (0.4.1 to 0.7.4); install a version in between"
+    return UnknownApi(
+        f"FlashInfer {version} with Paddle {paddle.__version__}: its all-reduce fusion entries are none of those that "
+        "this package can use (0.4.1 to 0.6.6, 0.6.18 to 0.7.4); install one of them"
     )
 
 

@@ -84,7 +84,7 @@ def _attempt(kind: str) -> Way:
             comm = importlib.import_module("flashinfer.comm")
         inner = _trtllm(comm)
         version = _version()
-        found = api.recognize(comm, inner, version)
+        found = api.recognize(comm, version)
         if proxy is not None:
             proxy.tidy()
         return Way(kind, version, comm, inner.torch, found, proxy)
