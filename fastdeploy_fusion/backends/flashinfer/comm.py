@@ -10,10 +10,10 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...errors import FusionError
+from ...errors import PeerLost
 
 
-class PeerFailed(FusionError):
+class PeerFailed(PeerLost):
     """Another rank failed while the workspace was being made; the message has the rank and its reason."""
 
 

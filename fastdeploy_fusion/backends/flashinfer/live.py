@@ -11,7 +11,7 @@ import paddle
 from ...errors import FusionError, PeerLost, WorkspaceError
 from . import bound, driver, paddle_side
 from .api import Workspace
-from .comm import Communicator, PeerFailed
+from .comm import Communicator
 from .launchers import Direct, Options, Site, Slots
 from .public_call import Public
 
@@ -26,6 +26,7 @@ class TrtllmBackend:
     """
 
     name = "trtllm"
+    timeout_s = 30.0  # of the Protocol; a kernel waits for its peers on the GPU, where no clock stops it
     deterministic = False  # equal inputs give equal bits, but a row's bits depend on how many rows go with it
 
     def __init__(self, way: Any, workspace: Workspace, communicator: Communicator, site: Site) -> None:
@@ -133,7 +134,7 @@ class TrtllmBackend:
         try:
             self._communicator.barrier()
             alive = True
-        except (PeerLost, PeerFailed):
+        except PeerLost:
             alive = False
         workspace.close(alive)
 
@@ -183,7 +184,7 @@ def create(way: Any, group: Any, plan: Any) -> TrtllmBackend:
     except Exception as error:
         for workspace in made:
             workspace.close(peers_alive=False)
-        if not isinstance(error, (PeerFailed, PeerLost)):
+        if not isinstance(error, PeerLost):
             communicator.fail(f"{type(error).__name__}: {error}")
         raise
     return backend
