@@ -4,7 +4,7 @@
 not in every layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,13 @@ class _PromptBlock:
     mask: Any
 
     def attend(self, q: Any, keys: Any, values: Any) -> Any:
-        """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``: a matmul a kv head, all its queries in it."""
+        """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``."""
         rows, heads, head_dim = q.shape
         kv_heads = keys.shape[1]
-        group = heads // kv_heads
         k, v = keys[self.slot, :, : self.num_keys], values[self.slot, :, : self.num_keys]
-        grouped = q.reshape([rows, kv_heads, group, head_dim]).transpose([1, 2, 0, 3])
-        scores = paddle.matmul(grouped.reshape([kv_heads, group * rows, head_dim]), k, transpose_y=True)
-        scores = scores.reshape([kv_heads, group, rows, self.num_keys]).astype("float32") + self.mask
-        probabilities = F.softmax(scores).astype(q.dtype)
-        out = paddle.matmul(probabilities.reshape([kv_heads, group * rows, self.num_keys]), v)
-        return out.reshape([kv_heads, group, rows, head_dim]).transpose([2, 0, 1, 3]).reshape([rows, heads * head_dim])
+        grouped = q.reshape([rows, kv_heads, heads // kv_heads, head_dim]).transpose([1, 2, 0, 3])
+        out = _attention(grouped, k[:, None], v[:, None], self.mask)
+        return out.transpose([2, 0, 1, 3]).reshape([rows, heads * head_dim])
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,26 @@ class _DecodeRun:
         kv_heads = keys.shape[1]
         slots = slice(self.slot, self.slot + rows)
         k, v = keys[slots, :, : self.num_keys], values[slots, :, : self.num_keys]
-        scores = paddle.matmul(q.reshape([rows, kv_heads, heads // kv_heads, head_dim]), k, transpose_y=True)
-        if self.mask is not None:
-            scores = scores + self.mask
-        probabilities = ops.cast(F.softmax(ops.cast(scores, paddle.float32)), q.dtype)
-        return paddle.matmul(probabilities, v).reshape([rows, heads * head_dim])
+        grouped = q.reshape([rows, kv_heads, heads // kv_heads, head_dim])
+        return _attention(grouped, k, v, self.mask).reshape([rows, heads * head_dim])
+
+
+def _attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """``softmax(q @ k.T + mask) @ v`` over the last two axes; numpy arrays on CPU, tensors elsewhere.
+
+    numpy takes a slice of the cache as it lies, where Paddle would copy it first.
+    """
+    if not isinstance(q, np.ndarray):
+        scores = ops.cast(paddle.matmul(q, k, transpose_y=True), paddle.float32)
+        scores = scores if mask is None else scores + mask
+        return paddle.matmul(ops.cast(F.softmax(scores), v.dtype), v)
+    scores = np.matmul(q, k.swapaxes(-1, -2))
+    if mask is not None:
+        scores += mask
+    scores -= scores.max(-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(-1, keepdims=True)
+    return np.matmul(scores, v)
 
 
 class AttentionStep:
@@ -75,15 +86,12 @@ class AttentionStep:
 
     def __init__(self, batch: PackedBatch, cache: KVCache, rotary: RotaryEmbedding) -> None:
         cache.check_fits(batch)
-        self.batch, self.cache, self.rotary = batch, cache, rotary
+        self.cache, self.rotary = cache, rotary
         positions = batch.positions()
-        place = cache.keys[0].place
-        self.cos, self.sin = rotary.angles(positions, place)
-        slots: Any = np.repeat(np.array(batch.slots), batch.lengths)
-        heads = np.arange(cache.kv_heads)
-        rows = (slots[:, None] * cache.kv_heads + heads) * cache.max_tokens + positions[:, None]
-        self.rows = paddle.to_tensor(rows.reshape(-1), place=place)
-        self.parts = list(_split(batch, place))
+        on_device = (lambda array: array) if cache.on_host else paddle.to_tensor
+        self.cos, self.sin = map(on_device, rotary.angles(positions))
+        self.rows = cache.rows_of(batch, positions)
+        self.parts = list(_split(batch, on_device))
 
     def rotate(self, x: Any) -> Any:
         """``x [num_tokens, heads, head_dim]`` rotated to its rows' positions."""
@@ -95,16 +103,24 @@ class AttentionStep:
         ``q [num_tokens, heads, head_dim]``, ``k`` and ``v`` ``[num_tokens, kv_heads, head_dim]``, all local and already
         rotated; result ``[num_tokens, heads * head_dim]`` in the dtype of ``q``.
         """
-        self.cache.write(layer, self.rows, k, v)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        scaled = ops.widen(q) * scale
-        if len(self.parts) == 1:
-            return ops.cast(self.parts[0].attend(scaled, keys, values), q.dtype)
-        outputs = [part.attend(scaled[part.first : part.end], keys, values) for part in self.parts]
-        return ops.cast(paddle.concat(outputs), q.dtype)
+        num_tokens, heads, head_dim = q.shape
+        if self.cache.on_host:
+            wide = [ops.cast(tensor, paddle.float32) for tensor in (q, k, v)]
+            q_rows, k_rows, v_rows = map(ops.host_array, wide)
+            out = ops.host_empty([num_tokens, heads * head_dim])
+            out_rows = ops.host_array(out)
+            self.cache.write(layer, self.rows, k_rows, v_rows)
+            scaled = q_rows * np.float32(scale)
+            for part in self.parts:
+                out_rows[part.first : part.end] = part.attend(scaled[part.first : part.end], keys, values)
+            return ops.cast(out, q.dtype)
+        self.cache.write(layer, self.rows, k, v)
+        scaled = q * scale
+        return paddle.concat([part.attend(scaled[part.first : part.end], keys, values) for part in self.parts])
 
 
-def _split(batch: PackedBatch, place: Any) -> Iterator[_PromptBlock | _DecodeRun]:
+def _split(batch: PackedBatch, on_device: Callable[[np.ndarray], Any]) -> Iterator[_PromptBlock | _DecodeRun]:
     """The batch in row order: single tokens of neighbouring slots together, longer runs in blocks."""
     start, index = 0, 0
     while index < len(batch.slots):
@@ -112,13 +128,13 @@ def _split(batch: PackedBatch, place: Any) -> Iterator[_PromptBlock | _DecodeRun
         if length == 1:
             num_keys = _run_of_single_tokens(batch, index)
             end = start + len(num_keys)
-            yield _DecodeRun(start, end, slot, max(num_keys), _length_mask(num_keys, place))
+            yield _DecodeRun(start, end, slot, max(num_keys), _length_mask(num_keys, on_device))
             start, index = end, index + len(num_keys)
             continue
         for first in range(0, length, QUERY_BLOCK):
             rows = min(QUERY_BLOCK, length - first)
             seen = count + first + rows
-            yield _PromptBlock(start + first, start + first + rows, slot, seen, _causal_mask(rows, seen, place))
+            yield _PromptBlock(start + first, start + first + rows, slot, seen, _causal_mask(rows, seen, on_device))
         start, index = start + length, index + 1
 
 
@@ -135,17 +151,17 @@ def _run_of_single_tokens(batch: PackedBatch, index: int) -> list[int]:
     return num_keys
 
 
-def _length_mask(num_keys: list[int], place: Any) -> Any:
+def _length_mask(num_keys: list[int], on_device: Callable[[np.ndarray], Any]) -> Any:
     """float32 ``[rows, 1, 1, longest]``: -inf past each row's own keys; None when all have the same number."""
     longest = max(num_keys)
     if min(num_keys) == longest:
         return None
     mask = np.where(np.arange(longest) < np.array(num_keys)[:, None], 0.0, -np.inf).astype(np.float32)
-    return paddle.to_tensor(mask[:, None, None], place=place)
+    return on_device(mask[:, None, None])
 
 
-def _causal_mask(rows: int, num_keys: int, place: Any) -> Any:
+def _causal_mask(rows: int, num_keys: int, on_device: Callable[[np.ndarray], Any]) -> Any:
     """float32 ``[rows, num_keys]``: 0 where row ``i``, which is key ``num_keys - rows + i``, may look; else -inf."""
     last_visible = np.arange(num_keys - rows, num_keys)[:, None]
     mask = np.where(np.arange(num_keys) <= last_visible, 0.0, -np.inf).astype(np.float32)
-    return paddle.to_tensor(mask, place=place)
+    return on_device(mask)

@@ -47,8 +47,8 @@ class PackedBatch:
 class KVCache:
     """Keys and values of ``num_slots`` sequences of up to ``max_tokens``, for the local kv heads of every layer.
 
-    Each is ``[num_slots, kv_heads, max_tokens, head_dim]``, allocated once and written in place. On CPU it is float32
-    whatever ``dtype`` says, since attention computes in float32 there.
+    ``keys[layer]`` and ``values[layer]`` are ``[num_slots, kv_heads, max_tokens, head_dim]``, written in place. On CPU
+    they are float32 numpy arrays, whatever ``dtype`` says, for attention is computed in numpy there.
     """
 
     def __init__(
@@ -62,17 +62,28 @@ class KVCache:
         dtype: str = "float32",
     ) -> None:
         self.num_slots, self.max_tokens, self.kv_heads, self.head_dim = num_slots, max_tokens, kv_heads, head_dim
+        self.on_host = paddle.get_device().startswith("cpu")
         shape = [num_slots, kv_heads, max_tokens, head_dim]
-        self.keys = [_zeros(shape, dtype) for _ in range(num_layers)]
-        self.values = [_zeros(shape, dtype) for _ in range(num_layers)]
+        self.keys = [self._zeros(shape, dtype) for _ in range(num_layers)]
+        self.values = [self._zeros(shape, dtype) for _ in range(num_layers)]
         # The same memory as rows of head_dim, for one scatter a layer.
         self._key_rows = [keys.reshape([-1, head_dim]) for keys in self.keys]
         self._value_rows = [values.reshape([-1, head_dim]) for values in self.values]
 
+    def rows_of(self, batch: "PackedBatch", positions: np.ndarray) -> Any:
+        """Where ``write`` puts the batch's tokens: an index for each token and kv head."""
+        slots: Any = np.repeat(np.array(batch.slots), batch.lengths)
+        rows = (slots[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.max_tokens + positions[:, None]
+        return rows.reshape(-1) if self.on_host else paddle.to_tensor(rows.reshape(-1))
+
     def write(self, layer: int, rows: Any, keys: Any, values: Any) -> None:
-        """Store ``keys`` and ``values`` ``[num_tokens, kv_heads, head_dim]`` at ``rows`` (``AttentionStep.rows``)."""
+        """Store ``keys`` and ``values`` ``[num_tokens, kv_heads, head_dim]``, of the cache's own kind, at ``rows``."""
         for target, new in ((self._key_rows[layer], keys), (self._value_rows[layer], values)):
-            paddle.scatter_(target, rows, ops.cast(new, target.dtype).reshape([-1, self.head_dim]))
+            flat = new.reshape([-1, self.head_dim])
+            if self.on_host:
+                target[rows] = flat
+            else:
+                paddle.scatter_(target, rows, ops.cast(flat, target.dtype))
 
     def check_fits(self, batch: PackedBatch) -> None:
         """ValueError unless every sequence of the batch has a slot here and room in it."""
@@ -84,9 +95,6 @@ class KVCache:
         if not 0 <= min(batch.slots) <= max(batch.slots) < self.num_slots:
             raise ValueError(f"slots {batch.slots} are not all within the cache's {self.num_slots} slots")
 
-
-def _zeros(shape: list[int], dtype: str) -> Any:
-    """Zeroed memory: rows that nobody wrote are masked, but must not hold NaN. On CPU pages come when used."""
-    if paddle.get_device().startswith("cpu"):
-        return paddle.from_dlpack(np.zeros(shape, np.float32))
-    return paddle.zeros(shape, dtype=dtype)
+    def _zeros(self, shape: list[int], dtype: str) -> Any:
+        """Rows that nobody wrote are masked, but must not hold NaN. On CPU, pages come when they are first used."""
+        return np.zeros(shape, np.float32) if self.on_host else paddle.zeros(shape, dtype=dtype)

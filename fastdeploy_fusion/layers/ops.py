@@ -4,6 +4,7 @@ Paddle's CPU build has no 16-bit matmul, add or softmax. So on CPU 16-bit operan
 the result is rounded once to the activation's dtype.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,19 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return cast(_host_linear(cast(x, paddle.float32), cast(weight, paddle.float32), wide_bias), x.dtype)
     out = paddle.matmul(x, cast(weight, x.dtype), transpose_y=True)
     return out if bias is None else out + cast(bias, x.dtype)
+
+
+def host_array(tensor: Any) -> np.ndarray:
+    """A float32 CPU tensor's memory as an array of the same shape; it is valid while the tensor lives."""
+    if not tensor.is_contiguous():
+        return np.from_dlpack(tensor)
+    *leading, columns = tensor.shape
+    return _activations.of(tensor, tensor.size // columns, columns).reshape(tensor.shape)
+
+
+def host_empty(shape: list[int]) -> Any:
+    """An uninitialised float32 CPU tensor."""
+    return outputs.empty(shape[0], math.prod(shape[1:])).reshape(shape)
 
 
 def _host_linear(x: Any, weight: Any, bias: Any) -> Any:

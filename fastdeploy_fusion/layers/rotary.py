@@ -20,20 +20,31 @@ class RotaryEmbedding:
         exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
         self.frequencies = (1.0 / np.power(np.float32(theta), exponents)).astype(np.float32)
 
-    def angles(self, positions: np.ndarray, place: Any) -> tuple[Any, Any]:
-        """Cosines, and sines negated for the first half: float32 ``[num_tokens, 1, rotary_dim]``, for ``rotate``."""
+    def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines, float32 ``[num_tokens, 1, rotary_dim / 2]``."""
         angles = positions.astype(np.float32)[:, None, None] * self.frequencies
-        cos, sin = np.cos(angles), np.sin(angles)
-        tables = np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)
-        return paddle.to_tensor(tables[0], place=place), paddle.to_tensor(tables[1], place=place)
+        return np.cos(angles), np.sin(angles)
 
     def rotate(self, x: Any, cos: Any, sin: Any) -> Any:
-        """``x [num_tokens, heads, head_dim]``, rotated in float32; same shape and dtype."""
-        half, dim = self.rotary_dim // 2, self.rotary_dim
+        """``x [num_tokens, heads, head_dim]``, rotated in float32; same shape and dtype, a new tensor.
+
+        ``cos`` and ``sin`` as of ``angles``: arrays for a CPU tensor, else tensors.
+        """
         wide = ops.cast(x, paddle.float32)
-        turning = wide[:, :, :dim] if dim < x.shape[-1] else wide
-        swapped = paddle.concat([turning[:, :, half:], turning[:, :, :half]], axis=-1)
-        rotated = turning * cos + swapped * sin
-        if dim < x.shape[-1]:
-            rotated = paddle.concat([rotated, wide[:, :, dim:]], axis=-1)
-        return ops.cast(rotated, x.dtype)
+        if isinstance(cos, np.ndarray):
+            out = ops.host_empty(wide.shape)
+            self._rotate_host(ops.host_array(wide), cos, sin, ops.host_array(out))
+            return ops.cast(out, x.dtype)
+        half, dim = self.rotary_dim // 2, self.rotary_dim
+        first, second = wide[:, :, :half], wide[:, :, half:dim]
+        parts = [first * cos - second * sin, second * cos + first * sin, wide[:, :, dim:]]
+        return ops.cast(paddle.concat(parts if dim < x.shape[-1] else parts[:2], axis=-1), x.dtype)
+
+    def _rotate_host(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray) -> None:
+        half, dim = self.rotary_dim // 2, self.rotary_dim
+        first, second = x[:, :, :half], x[:, :, half:dim]
+        np.multiply(first, cos, out=out[:, :, :half])
+        out[:, :, :half] -= second * sin
+        np.multiply(second, cos, out=out[:, :, half:dim])
+        out[:, :, half:dim] += first * sin
+        out[:, :, dim:] = x[:, :, dim:]

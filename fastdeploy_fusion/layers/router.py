@@ -41,7 +41,7 @@ class NoAuxTcRouter(WeightedLayer):
 
     def forward(self, x: Any) -> tuple[Any, Any]:
         """``x [num_tokens, hidden]`` -> float32 weights and int64 expert ids, both ``[num_tokens, top_k]``."""
-        scores = F.sigmoid(paddle.matmul(ops.cast(x, paddle.float32), self.weight, transpose_y=True))
+        scores = F.sigmoid(ops.linear(ops.cast(x, paddle.float32), self.weight))
         choice = self._mask_groups(scores + self.e_score_correction_bias)
         expert_ids = paddle.topk(choice, self.top_k, axis=-1, sorted=False)[1]
         weights = paddle.take_along_axis(scores, expert_ids, axis=-1, broadcast=False)

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_fusion.layers import AttentionStep, KVCache, PackedBatch, RotaryEmbedding, attention
+from fastdeploy_fusion.layers import AttentionStep, KVCache, PackedBatch, RotaryEmbedding, attention, kv_cache
 from tests.fake_tp import array, draw, tensor
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -32,8 +32,16 @@ def run(cache, batch, qkv):
     return np.split(array(step.attend(0, *packed, DIM**-0.5)), batch.ends[:-1])
 
 
+@pytest.fixture(params=["numpy", "Paddle operations"])
+def kind(request, monkeypatch):
+    """Both ways to compute, on the same CPU: the second is what other devices run."""
+    if request.param != "numpy":
+        monkeypatch.setattr(kv_cache.paddle, "get_device", lambda: "gpu:0")
+    return request.param
+
+
 @pytest.mark.parametrize("block", [2, 256])
-def test_packed_sequences_do_not_see_each_other_and_continue_from_the_cache(block, monkeypatch):
+def test_packed_sequences_do_not_see_each_other_and_continue_from_the_cache(block, kind, monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     slots, totals = (2, 0, 3), (7, 3, 12)
     full = {
@@ -57,7 +65,10 @@ def test_rotary_turns_pairs_of_halves_and_leaves_the_rest():
     rotary = RotaryEmbedding(4, 100.0)
     positions = np.array([0, 3, 70])
     x = draw(3, 2, DIM)
-    got = array(rotary.rotate(tensor(x), *rotary.angles(positions, paddle.CPUPlace())))
+    cos, sin = rotary.angles(positions)
+    got = array(rotary.rotate(tensor(x), cos, sin))
+    # What other devices run gives the same.
+    np.testing.assert_allclose(array(rotary.rotate(tensor(x), *map(paddle.to_tensor, (cos, sin)))), got, atol=1e-6)
     for t, position in enumerate(positions):
         for i, frequency in enumerate((1.0, 0.1)):
             turn = np.exp(1j * position * frequency)
