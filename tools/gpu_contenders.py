@@ -34,6 +34,9 @@ def make(group: Any, fusion: Any, tokens: int, hidden: int, args: Any) -> dict[s
     partial, residual = (ranks.tensor(rng.standard_normal(shape, "float32") * 1e-3, args.dtype) for _ in range(2))
     weight = ranks.tensor(np.ones(hidden, "float32"), args.dtype)
     backend = ranks.live_backend(fusion)
+    import torch
+
+    torch.cuda.set_stream(torch.cuda.ExternalStream(ranks.paddle_stream()))  # once: no call pays for it
     calls: dict[str, Callable[[], Any]] = {
         "fused": lambda: fusion.add_rms_norm(partial, residual, weight, EPS),
         "all_reduce": lambda: fusion.all_reduce(partial),
@@ -51,7 +54,8 @@ def _bare(backend: Any, tokens: int, partial: Any, residual: Any, weight: Any) -
 
     launcher = backend.make_launcher("slots")
     outs = backend._empty(tokens), backend._empty(tokens)
-    launcher.norm(tokens, partial, residual, weight, EPS, 0.0, *outs)
+    at = partial.data_ptr(), residual.data_ptr(), weight.data_ptr()
+    launcher.norm(tokens, partial, residual, weight, at, EPS, 0.0, *outs)
     (arguments,) = launcher._memo.values()
     function, stream = launcher._function, ranks.paddle_stream
     set_stream, place = core._env_set_current_stream, (2, backend.site.device_id)
@@ -74,31 +78,13 @@ def _public(backend: Any, partial: Any, residual: Any, weight: Any) -> Callable[
     comm, workspace = backend._way.comm, backend._workspace.unified
 
     def call() -> Any:
-        with _TorchStream():
-            return comm.allreduce_fusion(
-                input=views[0], workspace=workspace, pattern=1, launch_with_pdl=True, residual_in=views[1],
-                rms_gamma=views[2], rms_eps=EPS, norm_out=outs[0], residual_out=outs[1], output=outs[2],
-                use_oneshot=True, fp32_acc=True,
-            )  # fmt: skip
+        return comm.allreduce_fusion(
+            input=views[0], workspace=workspace, pattern=1, launch_with_pdl=True, residual_in=views[1],
+            rms_gamma=views[2], rms_eps=EPS, norm_out=outs[0], residual_out=outs[1], output=outs[2],
+            use_oneshot=True, fp32_acc=True,
+        )  # fmt: skip
 
     return call
-
-
-class _TorchStream:
-    """torch's current stream becomes Paddle's, once: the change stays, so that a call does not pay for it."""
-
-    stream = -1
-
-    def __enter__(self) -> None:
-        import torch
-
-        now = ranks.paddle_stream()
-        if _TorchStream.stream != now:
-            _TorchStream.stream = now
-            torch.cuda.set_stream(torch.cuda.ExternalStream(now))
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def _baselines(group: Any, partial: Any, residual: Any, weight: Any, collective: str) -> dict[str, Callable[[], Any]]:
@@ -110,21 +96,18 @@ def _baselines(group: Any, partial: Any, residual: Any, weight: Any, collective:
     out = torch.empty_like(total)
 
     def nccl() -> Any:
-        with _TorchStream():
-            reduce()
+        reduce()
         return total
 
     def nccl_norm() -> Any:
-        with _TorchStream():
-            reduce()
-            flashinfer.norm.fused_add_rmsnorm(total, left, scale, EPS)
+        reduce()
+        flashinfer.norm.fused_add_rmsnorm(total, left, scale, EPS)
         return total, left
 
     def nccl_add_norm() -> Any:
-        with _TorchStream():
-            reduce()
-            torch.add(total, left, out=left)
-            flashinfer.norm.rmsnorm(left, scale, EPS, out=out)
+        reduce()
+        torch.add(total, left, out=left)
+        flashinfer.norm.rmsnorm(left, scale, EPS, out=out)
         return out, left
 
     return {"nccl": nccl, "nccl_norm": nccl_norm, "nccl_add_norm": nccl_add_norm}

@@ -95,7 +95,8 @@ def main(out: str) -> None:
                 raise SystemExit(f"{package}:\n{run.stderr[-3000:]}")
             found[package] = json.loads(run.stdout.strip().splitlines()[-1])
             print(package, found[package]["api"], flush=True)
-    Path(out).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    lines = [f"{json.dumps(package)}: {json.dumps(recorded, sort_keys=True)}" for package, recorded in found.items()]
+    Path(out).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

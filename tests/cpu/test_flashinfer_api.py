@@ -64,7 +64,13 @@ def test_each_package_is_recognized_as_it_was_when_recorded(package):
 
 def test_which_package_has_which_api():
     kinds = {package.partition("==")[2]: recorded["api"] for package, recorded in RECORDED.items()}
-    assert kinds == {"0.4.1.1": "legacy", "0.6.6": "legacy", "0.6.12": "unknown", "0.6.18": "unified", "0.7.4": "unified"}
+    assert kinds == {
+        "0.4.1.1": "legacy",
+        "0.6.6": "legacy",
+        "0.6.12": "unknown",
+        "0.6.18": "unified",
+        "0.7.4": "unified",
+    }
 
 
 def test_an_unknown_api_is_refused_with_both_versions():

@@ -1,4 +1,5 @@
-"""Three ways to launch the same kernel with Paddle tensors. All take the same two calls, `norm` and `reduce`.
+"""Three ways to launch the same kernel with Paddle tensors. All take the same two calls, `norm` and `reduce`; `at` is
+the addresses of partial, residual and weight.
 
 direct: Paddle's tensors given to the bound FFI function as they are (Paddle >= 3.3); the FFI takes Paddle's stream.
 slots: the bound function over reusable views (views.py), on Paddle's current stream (Paddle 2.6).
@@ -127,6 +128,7 @@ class Slots(_Bound):
         partial: Any,
         residual: Any,
         weight: Any,
+        at: tuple[int, int, int],
         eps: float,
         weight_bias: float,
         norm_out: Any,
@@ -134,9 +136,7 @@ class Slots(_Bound):
     ) -> None:
         arguments = self._memo.get((tokens, eps, weight_bias)) or self._norm_arguments(tokens, eps, weight_bias)
         self._shape.extents[0] = tokens
-        self._partial.address.value = partial.data_ptr()
-        self._residual.address.value = residual.data_ptr()
-        self._weight.address.value = weight.data_ptr()
+        self._partial.address.value, self._residual.address.value, self._weight.address.value = at
         self._norm_out.address.value = norm_out.data_ptr()
         self._residual_out.address.value = residual_out.data_ptr()
         self._launch(arguments)
@@ -175,6 +175,7 @@ class Direct(_Bound):
         partial: Any,
         residual: Any,
         weight: Any,
+        at: tuple[int, int, int],
         eps: float,
         weight_bias: float,
         norm_out: Any,

@@ -101,7 +101,7 @@ class TrtllmBackend:
     ) -> tuple[Any, Any]:
         """(rms_norm(sum + residual) * (weight + weight_bias), sum + residual), both new tensors of the plan's dtype.
 
-        partial, residual: [tokens, hidden]; weight: [hidden]; all of the plan's dtype, on this GPU. Launches on
+        partial, residual: [tokens, hidden], contiguous; weight: [hidden]; of the plan's dtype, on this GPU. Launches on
         Paddle's current stream. Raises FusionError where weight_bias is asked of a FlashInfer that has none.
         """
         if weight_bias and not self._way.api.has_weight_bias:
@@ -109,16 +109,19 @@ class TrtllmBackend:
                 f"weight_bias={weight_bias}: FlashInfer {self._way.version} has no such argument (0.6.12 has); "
                 "add it to the weight instead"
             )
+        at = partial.data_ptr(), residual.data_ptr(), weight.data_ptr()
+        if (at[0] | at[1] | at[2]) & 15 or not weight.is_contiguous():
+            partial, residual, weight = _aligned(partial), _aligned(residual), _aligned(weight)
+            at = partial.data_ptr(), residual.data_ptr(), weight.data_ptr()
         tokens = partial.shape[0]
-        partial, residual, weight = _ready(partial), _ready(residual), _ready(weight)
         norm_out, residual_out = self._empty(tokens), self._empty(tokens)
-        self._launcher.norm(tokens, partial, residual, weight, eps, weight_bias, norm_out, residual_out)
+        self._launcher.norm(tokens, partial, residual, weight, at, eps, weight_bias, norm_out, residual_out)
         return norm_out, residual_out
 
     def all_reduce(self, partial: Any) -> Any:
-        """The sum over the group, a new tensor. partial: [tokens, hidden] of the plan's dtype, on this GPU."""
+        """The sum over the group, a new tensor. partial: [tokens, hidden], contiguous, of the plan's dtype."""
         tokens = partial.shape[0]
-        partial = _ready(partial)
+        partial = _aligned(partial)
         out = self._empty(tokens)
         self._launcher.reduce(tokens, partial, out)
         return out
@@ -148,7 +151,7 @@ class _Closed:
     norm = reduce = _refuse
 
 
-def _ready(tensor: Any) -> Any:
+def _aligned(tensor: Any) -> Any:
     """The tensor, or a copy of it where the kernel's 16-byte accesses need one."""
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()

@@ -42,6 +42,7 @@ class Public:
         partial: Any,
         residual: Any,
         weight: Any,
+        at: tuple[int, int, int],
         eps: float,
         weight_bias: float,
         norm_out: Any,
