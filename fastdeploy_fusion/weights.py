@@ -5,6 +5,7 @@ needed one is stored, in the right shape and in a dtype that is known.
 """
 
 import difflib
+import logging
 import re
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ NUM_CANDIDATES = 400
 LOAD_TIMEOUT_S = 600.0
 """How much later than its peers a rank may finish reading; a rank that dies is noticed at once."""
 
+_log = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -75,6 +77,9 @@ def load_weights(
     with _AllOrNone(group, "reading the checkpoint"):
         num_loaded, num_bytes = _read(specs, kept, show=progress and group.rank == 0)
     notes = _notes(skipped)
+    if group.rank == 0:
+        for note in notes:
+            _log.info("%s", note)
     return LoadSummary(num_loaded, num_bytes, time.monotonic() - started, dict(skipped), notes)
 
 

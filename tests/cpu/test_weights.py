@@ -119,11 +119,13 @@ def test_what_is_skipped_by_which_rule(key, rule):
     assert skip_rule(key, 4, tied_head="lm_head.weight") == rule
 
 
-def test_skipped_tensors_are_counted_by_rule_and_noted(tmp_path):
+def test_skipped_tensors_are_counted_by_rule_noted_and_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
     stored = {"w": draw(2), "layers.4.a": draw(1), "x.layers.5.b": draw(1), "lm_head.weight": draw(2, 2)}
     summary = load([whole("w", (2,))], write(tmp_path, stored), tied_head="lm_head.weight")
     assert summary.skipped == {MTP_LAYER: 2, TIED_HEAD: 1}
     assert any("config.json ties it to the embedding: the embedding is used" in note for note in summary.notes)
+    assert tuple(caplog.messages) == summary.notes
 
 
 def index(folder, weight_map):
