@@ -26,6 +26,7 @@ def test_bytes_are_whole_granules_of_the_three_buffers():
     # 2 ranks x 2048 x 4096 x 2 bytes = 32 MiB; the pad of 2 KiB takes each buffer into one more granule of 2 MiB.
     assert sizes.buffer_bytes(PLAN) == (32 * MIB, 2 * 256 * 4, 3 * 32 * MIB)
     assert flashinfer.workspace_bytes(PLAN) == (34 + 2 + 98) * MIB
+    assert sizes.workspace_bytes(PLAN, pad=0) == (32 + 2 + 96) * MIB
 
 
 def test_float32_buffers():

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import WorkspaceError
 from . import detect, driver, sizes
+from .api import KIND_LEGACY
 
 name = "trtllm"
 
@@ -64,9 +65,12 @@ def _refuse_topology(facts: list[dict[str, Any]]) -> str | None:
 
 
 def workspace_bytes(plan: Any) -> int:
-    """Bytes of GPU memory that a rank's workspace takes."""
-    way, _ = detect.find_way() if plan.dtype == "float32" else (None, "")
-    return sizes.workspace_bytes(plan, way is not None and way.api.wide_float32)
+    """Bytes of GPU memory that a rank's workspace takes, with the FlashInfer that was found (else the newest known)."""
+    way = detect.found_way()
+    if way is None:
+        return sizes.workspace_bytes(plan, wide_float32=True)
+    pad = 0 if way.api.kind == KIND_LEGACY else sizes.SIGNAL_PAD
+    return sizes.workspace_bytes(plan, way.api.wide_float32, pad)
 
 
 def preflight(plan: Any) -> None:

@@ -156,6 +156,7 @@ class Workspace:
         """Give all memory back. Kernels must be done; with `peers_alive` collective: peers unmap before we free."""
         communicator = self._communicator if peers_alive else _Alone(self._communicator)
         communicator.barrier()
+        self._close_peer_memory()
         destroy = self._way.comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion
         with distributed_by(communicator, _modules(self._way)) as group:
             destroy(self._handles, group)
@@ -171,6 +172,17 @@ class Workspace:
         if self._torch_held == 0:
             self._way.torch.cuda.empty_cache()  # the pointer table's segment: torch held nothing before us
         communicator.barrier()
+
+    def _close_peer_memory(self) -> None:
+        """Older FlashInfer frees its own buffers and leaves the peers' mapped here, which keeps their memory taken."""
+        free = getattr(getattr(self._way.comm, "cuda_ipc", None), "free_shared_buffer", None)
+        if self._way.api.kind != KIND_LEGACY or free is None or refers_to(free, "cudaIpcCloseMemHandle"):
+            return
+        rank = self._communicator.Get_rank()
+        for pointers in self._handles:
+            for peer, pointer in enumerate(pointers):
+                if peer != rank:
+                    driver.close_peer_memory(pointer)
 
 
 class _Alone(Communicator):

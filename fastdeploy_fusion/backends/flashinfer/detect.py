@@ -45,6 +45,11 @@ def find_way() -> tuple[Way | None, str]:
     return None, "FlashInfer can't be used: " + "; ".join(reasons)
 
 
+def found_way() -> Way | None:
+    """What find_way found, without looking now."""
+    return find_way()[0] if find_way.cache_info().currsize else None
+
+
 def _installed(distribution: str) -> bool:
     try:
         importlib.metadata.distribution(distribution)

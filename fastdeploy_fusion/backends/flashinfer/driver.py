@@ -100,6 +100,11 @@ def free(pointer: int) -> None:
     _call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
 
+def close_peer_memory(pointer: int) -> None:
+    """Unmap what cudaIpcOpenMemHandle mapped."""
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+
 def synchronize() -> None:
     """Wait for everything queued on the current context's device."""
     _call("cuCtxSynchronize")

@@ -167,7 +167,7 @@ class Direct(_Bound):
 
         # Not given as torch's tensor: the FFI takes its stream from the first framework that it meets.
         self._table = tvm_ffi.from_dlpack(table)
-        self._at = {name: binding.order.index(name) for name in bound.NEEDED}
+        self._places = {name: binding.order.index(name) for name in bound.NEEDED}
 
     def norm(
         self,
@@ -187,12 +187,12 @@ class Direct(_Bound):
             values = self._site.constants(bound.NORM, tokens, self._options)
             values |= {"workspace_ptrs": self._table, "rms_eps": eps, "weight_bias": weight_bias}
             template = self._remember(key, self._binding.arguments(values))
-        arguments, at = template.copy(), self._at
-        arguments[at["allreduce_in"]] = partial
-        arguments[at["residual_in"]] = residual
-        arguments[at["rms_gamma"]] = weight
-        arguments[at["norm_out"]] = norm_out
-        arguments[at["residual_out"]] = residual_out
+        arguments, place = template.copy(), self._places
+        arguments[place["allreduce_in"]] = partial
+        arguments[place["residual_in"]] = residual
+        arguments[place["rms_gamma"]] = weight
+        arguments[place["norm_out"]] = norm_out
+        arguments[place["residual_out"]] = residual_out
         self._function(*arguments)
 
     def reduce(self, tokens: int, partial: Any, out: Any) -> None:
@@ -200,7 +200,7 @@ class Direct(_Bound):
         if template is None:
             values = self._site.constants(bound.ALL_REDUCE, tokens, self._options) | {"workspace_ptrs": self._table}
             template = self._remember(tokens, self._binding.arguments(values))
-        arguments, at = template.copy(), self._at
-        arguments[at["allreduce_in"]] = partial
-        arguments[at["allreduce_out"]] = out
+        arguments, place = template.copy(), self._places
+        arguments[place["allreduce_in"]] = partial
+        arguments[place["allreduce_out"]] = out
         self._function(*arguments)

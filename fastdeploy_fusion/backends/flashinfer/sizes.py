@@ -35,13 +35,13 @@ def buffer_bytes(plan: Any, wide_float32: bool = False) -> tuple[int, int, int]:
     return two_shot, plan.world_size * BARRIER_FLAGS * 4, 3 * comm_bytes(plan)
 
 
-def workspace_bytes(plan: Any, wide_float32: bool = False) -> int:
+def workspace_bytes(plan: Any, wide_float32: bool = False, pad: int = SIGNAL_PAD) -> int:
     """Bytes of GPU memory that one rank's workspace takes: physical memory of the three buffers, in whole granules.
 
-    The control flag and the pointer tables (less than 1 KiB) live in the small-allocation pools that the CUDA driver
-    and the frameworks hold already.
+    pad: SIGNAL_PAD for symmetric memory (the unified API), 0 for CUDA IPC (the legacy one). The control flag and the
+    pointer tables (less than 1 KiB) live in the small-allocation pools of the CUDA driver and of the frameworks.
     """
-    return sum(round_up(round_up(size, 16) + SIGNAL_PAD, GRANULE) for size in buffer_bytes(plan, wide_float32))
+    return sum(round_up(round_up(size, 16) + pad, GRANULE) for size in buffer_bytes(plan, wide_float32))
 
 
 def max_tokens(plan: Any) -> int:
