@@ -5,6 +5,7 @@ group's CPU-side channel, so that all ranks go on or none does, and all know the
 channel of its own: a rank that fails there hangs up, its peers notice at once, and the vote is still in step.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -29,15 +30,10 @@ def refuse_capture() -> None:
         raise WorkspaceError("a workspace can't be made while a CUDA graph is being captured; open it before")
 
 
-def sm_of(backend: Backend | None) -> int | None:
-    """Compute capability (90) of the GPUs that the backend runs on, None on a CPU."""
-    return getattr(backend, "sm", None)
-
-
 def open_backend(
     group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan
-) -> tuple[Backend, WorkspacePlan]:
-    """The live backend and the plan that it was made for. Collective over the group.
+) -> tuple[Backend, WorkspacePlan, int | None]:
+    """The live backend, the plan that it was made for, and the GPUs' compute capability (90). Collective.
 
     Raises:
         StandDown: on all ranks alike, with one reason that names the rank.
@@ -46,7 +42,7 @@ def open_backend(
     group.channel.exchange(None, f"open {name}", env.seconds("FDFUSION_JOIN_TIMEOUT_S"))
     opening = _Opening(group, config, name, plan)
     try:
-        return opening.run(), opening.plan
+        return opening.run(), opening.plan, opening.sm
     except BaseException:
         opening.abandon()
         raise
@@ -62,11 +58,13 @@ class _Opening:
         self.fault = faults.planned(group.ranks[group.rank])
         self.made: list[Backend] = []
         self.fork: RankGroup | None = None
+        self.sm: int | None = None
 
     def run(self) -> Backend:
         module = module_of(self.name)
         facts = self._agree("probe", lambda: probe.rank_facts(self.name, self.config, self.plan))
-        self._fix_limit(facts[0].get("sm"))
+        self.sm = facts[0].get("sm")
+        self._fix_limit()
         refusals = self._agree("decide", lambda: [probe.compare(facts) or module.refuse(facts, self.plan)])
         if refusals[0][0] is not None:
             raise StandDown(refusals[0][0])
@@ -80,12 +78,12 @@ class _Opening:
         self.fork.timeout_s = backend.timeout_s = self.group.timeout_s
         return _WithFork(backend, self.fork)
 
-    def _fix_limit(self, sm: int | None) -> None:
-        """The built-in limit depends on the GPU. A grown workspace keeps the larger of its users' limits."""
-        p = self.plan
-        limit = limit_tokens(self.config, sm, p.world_size, p.hidden_size, p.dtype)
-        if sm is not None:
-            self.plan = WorkspacePlan(p.world_size, p.hidden_size, p.dtype, limit)
+    def _fix_limit(self) -> None:
+        """The built-in limit depends on the GPU, which is known from here on."""
+        if self.sm is not None:
+            p = self.plan
+            limit = limit_tokens(self.config, self.sm, p.world_size, p.hidden_size, p.dtype)
+            self.plan = dataclasses.replace(p, num_max_tokens=limit)
 
     def _create(self, module: BackendModule) -> str:
         assert self.fork is not None
@@ -135,7 +133,6 @@ class _WithFork:
         self.name = backend.name
         self.deterministic = backend.deterministic
         self.timeout_s = backend.timeout_s
-        self.sm = sm_of(backend)
         self.add_rms_norm = backend.add_rms_norm
         self.all_reduce = backend.all_reduce
 

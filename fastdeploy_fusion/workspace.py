@@ -33,6 +33,7 @@ class Workspace:
     backend: Backend | None = None
     users: int = 0
     frozen: bool = False
+    sm: int | None = None
 
     def state_for(self, plan: WorkspacePlan) -> GroupState:
         """What the policy needs to know for a user with this plan. Equal on all ranks, as plans and verdicts are."""
@@ -83,7 +84,7 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
     workspace = _shared(group, config, plan, key)
     workspace.users += 1
     # The limit of the built-in table needs the GPU, which start-up has gathered by now.
-    limit = limit_tokens(config, opening.sm_of(workspace.backend), group.size, hidden_size, dtype)
+    limit = limit_tokens(config, workspace.sm, group.size, hidden_size, dtype)
     return workspace, workspace.state_for(dataclasses.replace(plan, num_max_tokens=limit))
 
 
@@ -104,7 +105,7 @@ def _fill(workspace: Workspace, group: RankGroup, config: FusionConfig, plan: Wo
     name = workspace.backend_name
     rank = f"rank {group.rank} (global {group.ranks[group.rank]})"
     try:
-        backend, workspace.plan = opening.open_backend(group, config, name, plan)
+        backend, workspace.plan, workspace.sm = opening.open_backend(group, config, name, plan)
         workspace.backend = faults.sabotage(backend, group.ranks[group.rank])
     except StandDown as stand_down:
         workspace.unavailable = f"{name}: {stand_down}"

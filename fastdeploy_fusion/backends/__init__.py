@@ -53,7 +53,7 @@ class Backend(Protocol):
 
     name: str
     deterministic: bool
-    """Adds in one fixed order whatever the batch. A GPU backend also has ``sm``, its compute capability as 90."""
+    """Adds in one fixed order whatever the batch."""
 
     timeout_s: float
     """Longest wait for a peer in a call, where the backend can bound it; at first the creating group's."""
