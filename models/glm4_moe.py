@@ -1,6 +1,7 @@
 """GLM4-MoE (GLM-4.5, GLM-4.6): grouped-query attention with partial rotary, dense first layers, then experts.
 
-Each decoder layer owes two sums. The attention's is marked fusable, and the norm after it consumes it.
+Each decoder layer owes two sums, both marked fusable. The norm after the attention consumes the attention's; the next
+layer's input norm, or the final norm, consumes the MLP's. So all 2L sums of L layers are fused.
 """
 
 from functools import partial
@@ -75,7 +76,11 @@ class Glm4MoeAttention(WeightedLayer):
 
 
 class Glm4MoeDecoderLayer(WeightedLayer):
-    """``forward(hidden, residual, step) -> (hidden, residual)``; ``residual`` is None before the first layer."""
+    """``forward(hidden, residual, step) -> (hidden, residual)``; ``residual`` is None before the first layer.
+
+    Where ``tp`` defers, ``hidden`` comes back as a ``PartialSum``: the next norm takes it as it is, and whatever else
+    reads it calls ``complete()`` first.
+    """
 
     def __init__(self, config: ModelConfig, layer_id: int, *, tp: "AllReduceFusion", prefix: str, dtype: str) -> None:
         super().__init__()
@@ -85,7 +90,14 @@ class Glm4MoeDecoderLayer(WeightedLayer):
         self.self_attn = Glm4MoeAttention(config, layer_id, tp=tp, prefix=f"{prefix}.self_attn", dtype=dtype)
         self.post_attention_layernorm = norm(prefix=f"{prefix}.post_attention_layernorm")
         if config.moe is None or layer_id < config.moe.first_k_dense_replace:
-            self.mlp = GatedMLP(size, config.intermediate_size, tp=tp, prefix=f"{prefix}.mlp", dtype=dtype)
+            self.mlp = GatedMLP(
+                size,
+                config.intermediate_size,
+                tp=tp,
+                prefix=f"{prefix}.mlp",
+                down_prefix=fusable(f"{prefix}.mlp.down_proj"),
+                dtype=dtype,
+            )
         else:
             self.mlp = make_moe(size, config.moe, tp=tp, prefix=f"{prefix}.mlp", dtype=dtype)
 
@@ -164,7 +176,7 @@ def make_moe(hidden_size: int, moe: MoeConfig, *, tp: "AllReduceFusion", prefix:
         moe.intermediate_size,
         moe.num_experts,
         tp=tp,
-        prefix=f"{prefix}.experts",
+        prefix=fusable(f"{prefix}.experts"),
         router=router,
         shared=shared,
         dtype=dtype,
