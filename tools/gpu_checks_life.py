@@ -157,14 +157,19 @@ def memory(context: Any) -> None:
             pass  # pools that the first use fills stay filled
         ranks.synchronize()
         before = driver.free_bytes()
-        with context.fusion(hidden, dtype, tokens):
+        with context.fusion(hidden, dtype, tokens) as fusion:
             ranks.synchronize()
             taken = before - driver.free_bytes()
+            held = context.backend(fusion).held_bytes()
         ranks.synchronize()
         left = before - driver.free_bytes()
         what = f"{tokens} x {hidden} {dtype}"
-        ranks.say(group, f"  {what}: predicted {predicted}, taken {taken}, left after close {left}")
-        context.check(taken == predicted, f"{what}: {taken} bytes taken, {predicted} predicted")
+        ranks.say(group, f"  {what}: predicted {predicted}, held {held}, taken {taken}, left after close {left}")
+        context.check(held in (predicted, 0), f"{what}: {held} bytes held, {predicted} predicted")
+        # The driver hands out 2 MiB at a time: one such piece may go to the small things of the workspace, and one to
+        # torch's pool.
+        more = taken - predicted
+        context.check(0 <= more <= 4 << 20, f"{what}: {more} bytes more taken than the {predicted} predicted")
         context.check(left == 0, f"{what}: {left} bytes left after close")
     before, began = driver.free_bytes(), time.monotonic()
     for _ in range(context.args.rounds):
@@ -176,6 +181,19 @@ def memory(context: Any) -> None:
     ranks.say(group, f"  {context.args.rounds} rounds of open and close, {seconds:.2f} s each: {lost} bytes lost")
     context.check(lost == 0, f"{lost} bytes lost in {context.args.rounds} rounds")
     context.judge()
+
+
+def _fill_memory(context: Any, leave: int) -> list[int]:
+    """Blocks that leave this many bytes of the GPU free, more or less."""
+    from fastdeploy_fusion.backends.flashinfer import driver
+
+    blocks: list[int] = []
+    try:
+        while (free := driver.free_bytes()) > leave + (32 << 20):
+            blocks.append(driver.allocate(min(free - leave, 8 << 30)))
+    except driver.DriverError as error:
+        context.check(False, f"could not fill the memory: {error}")
+    return blocks
 
 
 def refuse(context: Any) -> None:
@@ -203,13 +221,13 @@ def refuse(context: Any) -> None:
             fallen(fault)
         finally:
             del os.environ["FDFUSION_FAULT"]
-    held = driver.allocate(driver.free_bytes() - (100 << 20)) if group.rank == 1 else 0
+    held = _fill_memory(context, 100 << 20) if group.rank == 1 else []
+    group.barrier()
     try:
-        group.barrier()
         fallen("too little memory on rank 1")
     finally:
-        if held:
-            driver.free(held)
+        for block in held:
+            driver.free(block)
     group.barrier()
     with context.fusion(hidden, dtype) as fusion:
         context.check(_right(fusion.add_rms_norm(*operands, 1e-6), parts, residual, weight, dtype), "afterwards")

@@ -126,6 +126,11 @@ class TrtllmBackend:
         self._launcher.reduce(tokens, partial, out)
         return out
 
+    def held_bytes(self) -> int:
+        """Physical bytes of the workspace's buffers on this GPU as FlashInfer counts them; 0 where it does not."""
+        memories = getattr(getattr(self._workspace, "unified", None), "mem_handles", None) or []
+        return sum(int(memory.allocation_size) for memory in memories)
+
     def close(self) -> None:
         """Wait for the GPU and give all memory back. Idempotent; collective unless a peer is gone."""
         workspace, self._workspace = self._workspace, None
