@@ -34,8 +34,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--collective", default="torch", choices=("torch", "paddle"), help="whose NCCL all-reduce")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--plot", metavar="FILE", help="draw the graph mode there (PNG; needs matplotlib)")
+    parser.add_argument("--from-json", metavar="FILE", help="draw an earlier run's results instead of running")
     parser.add_argument("--limit", type=float, default=280, help="seconds after which every rank ends itself")
     args = parser.parse_args(argv)
+    if args.from_json and not args.plot:
+        parser.error("--from-json needs --plot FILE")
     for given, known in ((args.what, gpu_contenders.NAMES), (args.modes, MODES)):
         if unknown := set(given.split(",")) - set(known):
             parser.error(f"unknown: {sorted(unknown)}; there are {', '.join(known)}")
@@ -44,6 +47,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.from_json:
+        with open(args.from_json) as file:
+            plot(json.load(file)["rows"], args.plot)
+        return 0
     group = ranks.start(args.limit)
     found = {"versions": ranks.versions(), "ranks": group.size, "dtype": args.dtype, "repeats": args.repeats}
     ranks.say(group, json.dumps(found))

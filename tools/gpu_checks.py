@@ -223,10 +223,11 @@ def pair(context: Context) -> None:
 
 def _sections() -> dict[str, Callable[[Context], None]]:
     import gpu_checks_life as life
+    import gpu_checks_memory
 
     return {
         "matrix": matrix, "chain": chain, "special": special, "stream": life.stream, "graph": life.graph,
-        "pair": pair, "memory": life.memory, "refuse": life.refuse, "soak": life.soak,
+        "pair": pair, "memory": gpu_checks_memory.memory, "refuse": gpu_checks_memory.refuse, "soak": life.soak,
     }  # fmt: skip
 
 
