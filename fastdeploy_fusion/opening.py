@@ -135,6 +135,7 @@ class _WithFork:
         self.timeout_s = backend.timeout_s
         self.add_rms_norm = backend.add_rms_norm
         self.all_reduce = backend.all_reduce
+        self.all_gather = getattr(backend, "all_gather", None)
 
     def close(self) -> None:
         self._backend.close()

@@ -22,7 +22,7 @@ def add_rms_norm(x: Any, residual: Any | None, weight: Any, eps: float) -> tuple
     """
     shape = x.shape
     hidden_size = shape[-1]
-    num_rows = x.size // hidden_size if hidden_size else 0
+    num_rows = math.prod(shape[:-1])  # not x.size, which Paddle computes in 10 us
     if num_rows == 0:
         return x.clone(), x
     x = x.contiguous()

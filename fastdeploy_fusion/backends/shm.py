@@ -22,8 +22,8 @@ from .shm_segment import Segment, segment_bytes, start_time_of
 CHUNK_BYTES = 128 << 10
 """One rank's rows of one chunk: with residual and result they stay in a core's second-level cache."""
 _NUM_MAX_TOKENS = 1 << 30
-_OPS = {1: "add_rms_norm", 2: "all_reduce"}
-_ADD_RMS_NORM, _ALL_REDUCE = _OPS
+_OPS = {1: "add_rms_norm", 2: "all_reduce", 3: "all_gather"}
+_ADD_RMS_NORM, _ALL_REDUCE, _ALL_GATHER = _OPS
 
 
 def probe(device: str) -> dict[str, Any]:
@@ -123,6 +123,7 @@ class ShmBackend:
         self._world_size = plan.world_size
         self._hidden_size = plan.hidden_size
         self._chunk_rows = chunk_rows(plan.hidden_size)
+        self._chunk_size = _chunk_bytes(plan) // 4
         self._views = HostViews()
         self._broken: str | None = None
 
@@ -165,14 +166,38 @@ class ShmBackend:
             self._sum_chunk(_ALL_REDUCE, num_tokens, x[rows], sums[rows])
         return out
 
+    def all_gather(self, part: Any) -> Any:
+        """All ranks' ``[num_tokens, columns]`` (float32, contiguous) side by side, in rank order."""
+        num_tokens, columns = part.shape
+        size = num_tokens * columns
+        flat = self._views.of(part, 1, size)[0]
+        gathered = np.empty((self._world_size, size), np.float32)
+        for start in range(0, size, self._chunk_size):
+            span = slice(start, start + self._chunk_size)
+            for rank, other in enumerate(self._exchange(_ALL_GATHER, num_tokens, flat[span])):
+                gathered[rank, span] = other
+        out = outputs.empty(num_tokens, self._world_size * columns)
+        rows = self._views.of(out, num_tokens, self._world_size * columns)
+        rows.reshape(num_tokens, self._world_size, columns)[:] = gathered.reshape(-1, num_tokens, columns).swapaxes(
+            0, 1
+        )
+        return out
+
     def _sum_chunk(self, op: int, num_tokens: int, own: np.ndarray, total: np.ndarray) -> None:
         """``total`` = the sum of all ranks' rows, in rank order."""
+        parts = [part.reshape(own.shape) for part in self._exchange(op, num_tokens, own.ravel())]
+        np.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total += part
+
+    def _exchange(self, op: int, num_tokens: int, own: np.ndarray) -> list[np.ndarray]:
+        """All ranks' chunks; the others' are valid until the next exchange."""
         segment = self._segment
         if segment is None or self._broken is not None:
             raise FusionError(self._broken or "this workspace is closed")
         size = own.size
         slots = segment.slots[(segment.seq + 1) & 1]
-        slots[self._rank][:size] = own.ravel()
+        slots[self._rank][:size] = own
         signature = op << 32 | num_tokens
         segment.publish(signature)
         try:
@@ -182,14 +207,7 @@ class ShmBackend:
             raise
         if stranger is not None:
             self._refuse(op, num_tokens, *stranger)
-        parts = [own if rank == self._rank else slots[rank][:size].reshape(own.shape) for rank in self._ranks]
-        np.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total += part
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._world_size)
+        return [own if rank == self._rank else slot[:size] for rank, slot in enumerate(slots)]
 
     def _refuse(self, op: int, num_tokens: int, rank: int, signature: int) -> None:
         other = f"{_OPS.get(signature >> 32, 'an unknown call')} of {signature & 0xFFFFFFFF} tokens"

@@ -119,7 +119,19 @@ def awkward_layouts(rank: int, num_ranks: int) -> bool:
             norm, total = fusion.add_rms_norm(deep[0], None, paddle.ones([8]), EPS)
             assert float(total.max()) == 11.0 and abs(float(norm.max()) - 1) < 1e-4
             assert float(deep.max()) == 10.0**rank
+            check_gather(fusion, rank)
     return True
+
+
+def check_gather(fusion: AllReduceFusion, rank: int) -> None:
+    """Columns of all ranks side by side, one row and many, less and more than a chunk of shared memory."""
+    for num_tokens, columns in ((1, 3), (5, 7), (3, 20000)):
+        own = paddle.arange(num_tokens * columns, dtype="float32").reshape([num_tokens, columns]) + 1e6 * rank
+        gathered = fusion.all_gather(own).numpy()
+        assert gathered.shape == (num_tokens, columns * fusion.world_size)
+        for other in range(fusion.world_size):
+            part = gathered[:, other * columns : (other + 1) * columns]
+            assert (part == own.numpy() + 1e6 * (other - rank)).all()
 
 
 def refusal(rank: int, num_ranks: int, case: str) -> str:
