@@ -113,6 +113,11 @@ class RankGroup:
         return f"RankGroup(ranks={list(self.ranks)}, rank={self.rank})"
 
 
+def alone(rank: int) -> RankGroup:
+    """The group of one global rank, which needs nobody."""
+    return RankGroup((rank,), 0, None, Channel(0, (rank,), {}))
+
+
 def init_world() -> RankGroup:
     """The group of all ranks of this launch (one rank where there was no launcher). Collective.
 
@@ -120,7 +125,7 @@ def init_world() -> RankGroup:
     """
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     if size == 1:
-        return RankGroup((0,), 0, None, Channel(0, (0,), {}))
+        return alone(0)
     _init_parallel_env()
     return _with_channel(tuple(range(size)), dist.get_rank(), dist.get_group())
 
@@ -143,7 +148,7 @@ def new_group(ranks: Iterable[int]) -> RankGroup | None:
     _init_parallel_env()
     me = dist.get_rank()
     if len(members) == 1:
-        return RankGroup(members, 0, None, Channel(0, members, {})) if me in members else None
+        return alone(me) if me in members else None
     paddle_group = _new_paddle_group(members, me)
     return _with_channel(members, members.index(me), paddle_group) if me in members else None
 
@@ -155,7 +160,7 @@ def from_paddle(group: Any) -> RankGroup:
     if me not in members:
         raise ValueError(f"global rank {me} is not in the group {list(members)}; only members can wrap it")
     if len(members) == 1:
-        return RankGroup(members, 0, None, Channel(0, members, {}))
+        return alone(me)
     return _with_channel(members, members.index(me), group)
 
 

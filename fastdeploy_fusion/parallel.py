@@ -1,6 +1,8 @@
 """The groups of one rank under a layout, made at start-up in one order on all ranks, with the fusion of each."""
 
+import contextlib
 import os
+from collections import Counter
 from typing import Any
 
 from . import groups
@@ -14,31 +16,28 @@ class Parallel:
     """What a model needs to know of the other ranks.
 
     Attributes:
+        config, place: the layout, and this rank's position on each of its axes.
         tp: sums of attention and dense MLPs. moe: sums of MoE layers. One object where both run over the same ranks.
         context, pipeline: this rank's groups; of one rank where the axis has size 1.
-        place: this rank's position on each axis.
+        replica: all ranks of this copy of the model; they run the same prompts.
     """
 
     def __init__(
-        self, config: ParallelConfig, topology: Topology, made: dict[tuple[int, ...], RankGroup], fusion: FusionConfig,
-        hidden_size: int, dtype: str,
-    ) -> None:  # fmt: skip
-        rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-        self.config = config
-        self.topology = topology
-        self.place: Place = topology.place(rank)
-        self._groups = made
-        self.context = made[topology.group_of("context", rank)]
-        self.pipeline = made[topology.group_of("pipeline", rank)]
-        self._fusions: dict[tuple[int, ...], AllReduceFusion] = {}
-        for name in ("attention_tp", "moe"):
-            members = topology.group_of(name, rank)
-            if members not in self._fusions:
-                self._fusions[members] = AllReduceFusion.open(
-                    fusion, group=made[members], hidden_size=hidden_size, dtype=dtype
-                )
-        self.tp = self._fusions[topology.group_of("attention_tp", rank)]
-        self.moe = self._fusions[topology.group_of("moe", rank)]
+        self,
+        config: ParallelConfig,
+        place: Place,
+        *,
+        tp: AllReduceFusion,
+        moe: AllReduceFusion,
+        context: RankGroup,
+        pipeline: RankGroup,
+        replica: RankGroup,
+    ) -> None:
+        """The caller closes what it gives; ``open`` makes all of it, and an object that closes it."""
+        self.config, self.place = config, place
+        self.tp, self.moe = tp, moe
+        self.context, self.pipeline, self.replica = context, pipeline, replica
+        self._owned = contextlib.ExitStack()
 
     @classmethod
     def open(
@@ -55,17 +54,54 @@ class Parallel:
                 f"the layout has {config.world_size} ranks ({config}) and the launch {world_size}; start as many"
             )
         topology = make_topology(config)
-        made = _make_groups(topology)
-        fusion = fusion or FusionConfig()
-        refusal = why_not_fused(config)
-        return cls(config, topology, made, fusion if refusal is None else FusionConfig(), hidden_size, dtype)
+        rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+        settings = (fusion or FusionConfig()) if why_not_fused(config) is None else FusionConfig()
+        with contextlib.ExitStack() as owned:
+            made = _make_groups(topology, owned)
+            fusions: dict[tuple[int, ...], AllReduceFusion] = {}
+            for name in ("attention_tp", "moe"):
+                members = topology.group_of(name, rank)
+                if members not in fusions:
+                    opened = AllReduceFusion.open(settings, group=made[members], hidden_size=hidden_size, dtype=dtype)
+                    fusions[members] = owned.enter_context(opened)
+            parallel = cls(
+                config,
+                topology.place(rank),
+                tp=fusions[topology.group_of("attention_tp", rank)],
+                moe=fusions[topology.group_of("moe", rank)],
+                context=made[topology.group_of("context", rank)],
+                pipeline=made[topology.group_of("pipeline", rank)],
+                replica=made[topology.group_of("replica", rank)],
+            )
+            parallel._owned = owned.pop_all()
+        return parallel
+
+    @classmethod
+    def around(cls, tp: AllReduceFusion) -> "Parallel":
+        """Tensor parallelism alone, over the ranks of an open fusion, which stays the caller's to close. Local."""
+        config = ParallelConfig(tensor_parallel_size=tp.world_size)
+        me = groups.alone(tp.group.ranks[tp.rank])
+        place = make_topology(config).place(tp.rank)
+        return cls(config, place, tp=tp, moe=tp, context=me, pipeline=me, replica=tp.group)
+
+    @property
+    def counters(self) -> Counter[tuple[str, str, str]]:
+        """``(op, path, reason) -> calls`` of all sums of this rank."""
+        return self.tp.counters if self.moe is self.tp else self.tp.counters + self.moe.counters
+
+    def from_last_stage(self, value: Any) -> Any:
+        """The JSON-able value of the last stage's first rank, on all ranks of the replica; collective over it.
+
+        Under tensor parallelism alone each rank keeps its own: they are the same bytes by construction.
+        """
+        c = self.config
+        if c.pipeline_parallel_size == c.context_parallel_size == 1:
+            return value
+        return self.replica.broadcast_object(value, self.replica.size - self.replica.size // c.pipeline_parallel_size)
 
     def close(self) -> None:
-        """Give back all workspaces and channels. Idempotent."""
-        for fusion in self._fusions.values():
-            fusion.close()
-        for group in self._groups.values():
-            group.close()
+        """Give back all workspaces and channels that ``open`` made. Idempotent."""
+        self._owned.close()
 
     def __enter__(self) -> "Parallel":
         return self
@@ -74,17 +110,26 @@ class Parallel:
         self.close()
 
 
-def _make_groups(topology: Topology) -> dict[tuple[int, ...], RankGroup]:
-    """Every distinct group once, in one order on all ranks; this rank's own are returned."""
+def as_parallel(ranks: Parallel | AllReduceFusion) -> Parallel:
+    """A layout as it is; an open fusion as a tensor-parallel layout."""
+    return ranks if isinstance(ranks, Parallel) else Parallel.around(ranks)
+
+
+def _make_groups(topology: Topology, owned: contextlib.ExitStack) -> dict[tuple[int, ...], RankGroup]:
+    """Every distinct group once, in one order on all ranks; this rank's own are returned, to be closed by ``owned``."""
     world = groups.init_world()
+    owned.callback(world.close)
     made = {world.ranks: world}
-    for name in ("attention_tp", "moe", "context", "pipeline"):
+    done = {world.ranks}
+    for name in ("attention_tp", "moe", "context", "pipeline", "replica"):
         for members in getattr(topology, name):
-            if members in made:
+            if members in done:
                 continue
+            done.add(members)
             group = groups.new_group(members)
             if group is not None:
                 made[members] = group
+                owned.callback(group.close)
             # Set-ups of overlapping groups must not overlap in time (paddle's gloo).
             world.barrier()
     return made

@@ -40,6 +40,7 @@ class Topology:
     expert_parts: hold the same experts (shards of them); nothing is summed here.
     context: hold the same shards and different parts of a prompt; keys and values are gathered here.
     pipeline: the stages that one token goes through, in order.
+    replica: one copy of the model; it runs the same prompts. Nothing is summed here.
     """
 
     config: ParallelConfig
@@ -48,6 +49,7 @@ class Topology:
     expert_parts: tuple[tuple[int, ...], ...]
     context: tuple[tuple[int, ...], ...]
     pipeline: tuple[tuple[int, ...], ...]
+    replica: tuple[tuple[int, ...], ...]
 
     def place(self, rank: int) -> Place:
         """Of a global rank."""
@@ -76,7 +78,7 @@ class Topology:
             f"{c.context_parallel_size} x tensor {c.tensor_parallel_size} (experts: {c.expert_parallel_size} parts x "
             f"{c.moe_tensor_parallel_size} shards)"
         )
-        for name in ("attention_tp", "moe", "expert_parts", "context", "pipeline"):
+        for name in ("attention_tp", "moe", "expert_parts", "context", "pipeline", "replica"):
             yield f"{name:<13} {' '.join('[' + ','.join(map(str, g)) + ']' for g in getattr(self, name))}"
 
 
@@ -100,6 +102,7 @@ def make_topology(config: ParallelConfig) -> Topology:
         expert_parts=grouped("data", "stage", "context", "expert_part"),
         context=grouped("data", "stage", "tensor"),
         pipeline=grouped("data", "context", "tensor"),
+        replica=grouped("data"),
     )
 
 

@@ -83,6 +83,16 @@ def load_weights(
     return LoadSummary(num_loaded, num_bytes, time.monotonic() - started, dict(skipped), notes)
 
 
+def with_other_stages(specs: Sequence[TensorSpec], pipeline: "RankGroup") -> list[TensorSpec]:
+    """``specs`` and what the other pipeline stages need, to be there but not read. Collective over ``pipeline``."""
+    if pipeline.size == 1:
+        return list(specs)
+    own = {spec.key for spec in specs}
+    names = pipeline.all_gather_object([[spec.key, list(spec.shape)] for spec in specs], "names of weights")
+    elsewhere = {key: tuple(shape) for stage in names for key, shape in stage if key not in own}
+    return [*specs, *(TensorSpec(key, shape, None, (), ()) for key, shape in elsewhere.items())]
+
+
 TIED_HEAD = "head tied to the embedding by config.json"
 MTP_LAYER = "multi-token-prediction layer"
 BUFFER = "rotary buffer, computed here"

@@ -9,6 +9,8 @@ import numpy as np
 import paddle
 
 from fastdeploy_fusion.layers import PackedBatch
+from fastdeploy_fusion.layers.pipeline import share_last
+from fastdeploy_fusion.parallel import Parallel, as_parallel
 
 from .sampling import Sampler, SamplingParams
 
@@ -38,40 +40,49 @@ class _Sequence:
 
 def generate(
     model: Any,
-    tp: "AllReduceFusion",
+    ranks: "Parallel | AllReduceFusion",
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | None = None,
     *,
     max_tokens_per_step: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[Result]:
-    """Continue every prompt (token ids). Collective: all ranks of ``tp`` give the same prompts and get the same tokens.
+    """Continue every prompt (token ids). Collective: all ranks of a replica give and get the same.
 
     All prompts run together; ``max_tokens_per_step`` bounds the tokens of one forward, so that long prompts are read in
-    pieces. Tokens are the same on every rank by construction: each chooses from logits that are the same bytes.
+    pieces. Tokens are the same on every rank by construction: ranks of a tensor-parallel group choose from logits that
+    are the same bytes, and all others are told.
+
+    Args:
+        ranks: what the model was loaded with.
+        numbers: of the prompts, to draw their random numbers by, where they are part of a longer list; else from 0 on.
     """
+    parallel = as_parallel(ranks)
     params = params or SamplingParams()
     _check_prompts(model, prompts, params.max_new_tokens)
     if max_tokens_per_step is not None and max_tokens_per_step < 1:
         raise ValueError(f"max_tokens_per_step is {max_tokens_per_step}; it must be at least 1, or None for no limit")
-    tp.group.check_equal([[list(prompt) for prompt in prompts], asdict(params), max_tokens_per_step], "generate")
-    seed = params.seed if params.seed is not None else tp.group.broadcast_object(secrets.randbits(32))
+    alike = [[list(prompt) for prompt in prompts], asdict(params), max_tokens_per_step]
+    parallel.replica.check_equal(alike, "generate")
+    seed = params.seed if params.seed is not None else parallel.replica.broadcast_object(secrets.randbits(32))
+    numbers = range(len(prompts)) if numbers is None else numbers
     sequences = [
-        _Sequence(slot=i, sampler=Sampler(params, seed, i), prompt=list(prompt), pending=list(prompt))
-        for i, prompt in enumerate(prompts)
+        _Sequence(slot=i, sampler=Sampler(params, seed, number), prompt=list(prompt), pending=list(prompt))
+        for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
     ]
     if sequences:
         longest = max(len(prompt) for prompt in prompts) + params.max_new_tokens
         cache = model.new_cache(len(sequences), longest)
         eos = frozenset() if params.ignore_eos else frozenset(model.config.eos_token_ids)
         while running := [s for s in sequences if s.finish_reason is None]:
-            _step(model, cache, running, params.max_new_tokens, eos, max_tokens_per_step)
+            _step(model, parallel, cache, running, params.max_new_tokens, eos, max_tokens_per_step)
     return [Result(s.prompt, s.generated, s.finish_reason or "length") for s in sequences]
 
 
 def prompt_logits(
     model: Any, prompts: Sequence[Sequence[int]], *, packed: bool = True, max_tokens_per_step: int | None = None
 ) -> list[np.ndarray]:
-    """Logits of every position: float32 ``[len(prompt), vocab_size]`` a prompt. Collective.
+    """Logits of every position: float32 ``[len(prompt), vocab_size]`` a prompt, on all ranks. Collective.
 
     ``packed`` runs all prompts in one batch, else one after the other; ``max_tokens_per_step`` 1 goes token by token.
     """
@@ -85,7 +96,9 @@ def prompt_logits(
     while pending:
         taken = _fit(pending, max_tokens_per_step)
         batch, hidden = _forward(model, cache, taken)
-        logits = model.logits(hidden).numpy()
+        logits = None if hidden is None else model.logits(hidden)
+        shape = [batch.num_tokens, model.config.vocab_size]
+        logits = share_last(model.parallel.pipeline, logits, shape, "float32").numpy()
         for (slot, _, _), rows in zip(taken, np.split(logits, batch.ends[:-1]), strict=True):
             pieces[slot].append(rows)
         done = {slot: len(tokens) for slot, _, tokens in taken}
@@ -96,6 +109,7 @@ def prompt_logits(
 
 def _step(
     model: Any,
+    parallel: Parallel,
     cache: Any,
     running: list[_Sequence],
     max_new_tokens: int,
@@ -118,11 +132,17 @@ def _step(
             deciding.append(sequence)
     if not deciding:
         return
-    if len(last_rows) < batch.num_tokens:
-        hidden = paddle.gather(hidden, paddle.to_tensor(last_rows, place=hidden.place))
+    chosen = None if hidden is None else _choose(model, hidden, last_rows, deciding)
+    for sequence, token in zip(deciding, parallel.from_last_stage(chosen), strict=True):
+        _accept(sequence, token, max_new_tokens, eos)
+
+
+def _choose(model: Any, hidden: Any, rows: list[int], deciding: list[_Sequence]) -> list[int]:
+    """A token for each sequence, from its row of ``hidden``."""
+    if len(rows) < hidden.shape[0]:
+        hidden = paddle.gather(hidden, paddle.to_tensor(rows, place=hidden.place))
     logits = model.logits(hidden).numpy()
-    for sequence, row in zip(deciding, logits, strict=True):
-        _accept(sequence, sequence.sampler.choose(row), max_new_tokens, eos)
+    return [sequence.sampler.choose(row) for sequence, row in zip(deciding, logits, strict=True)]
 
 
 def _accept(sequence: _Sequence, token: int, max_new_tokens: int, eos: frozenset[int]) -> None:

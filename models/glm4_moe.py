@@ -1,7 +1,8 @@
 """GLM4-MoE (GLM-4.5, GLM-4.6): grouped-query attention with partial rotary, dense first layers, then experts.
 
 Each decoder layer owes two sums, both marked fusable. The norm after the attention consumes the attention's; the next
-layer's input norm, or the final norm, consumes the MLP's. So all 2L sums of L layers are fused.
+layer's input norm, or the final norm, consumes the MLP's. So all 2L sums of L layers are fused. Under pipeline
+parallelism the last sum of a stage is completed for the next stage.
 """
 
 from functools import partial
@@ -11,12 +12,15 @@ from paddle import nn
 
 from fastdeploy_fusion.layers import (
     AttentionStep,
+    ContextSplit,
+    ExpertPlacement,
     FusedMoE,
     GatedMLP,
     KVCache,
     NoAuxTcRouter,
     PackedBatch,
     ParallelLMHead,
+    PipelineStage,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -30,6 +34,7 @@ from .config import ModelConfig, MoeConfig
 
 if TYPE_CHECKING:
     from fastdeploy_fusion.fusion import AllReduceFusion
+    from fastdeploy_fusion.parallel import Parallel
 
 
 class Glm4MoeAttention(WeightedLayer):
@@ -82,9 +87,9 @@ class Glm4MoeDecoderLayer(WeightedLayer):
     reads it calls ``complete()`` first.
     """
 
-    def __init__(self, config: ModelConfig, layer_id: int, *, tp: "AllReduceFusion", prefix: str, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, *, parallel: "Parallel", prefix: str, dtype: str) -> None:
         super().__init__()
-        size = config.hidden_size
+        size, tp = config.hidden_size, parallel.tp
         norm = partial(RMSNorm, size, config.rms_norm_eps, tp=tp, dtype=dtype, layer_id=layer_id)
         self.input_layernorm = norm(prefix=f"{prefix}.input_layernorm")
         self.self_attn = Glm4MoeAttention(config, layer_id, tp=tp, prefix=f"{prefix}.self_attn", dtype=dtype)
@@ -99,7 +104,10 @@ class Glm4MoeDecoderLayer(WeightedLayer):
                 dtype=dtype,
             )
         else:
-            self.mlp = make_moe(size, config.moe, tp=tp, prefix=f"{prefix}.mlp", dtype=dtype)
+            placement = ExpertPlacement.dealt(config.moe.num_experts, parallel.place, parallel.config)
+            self.mlp = make_moe(
+                size, config.moe, tp=parallel.moe, placement=placement, prefix=f"{prefix}.mlp", dtype=dtype
+            )
 
     def forward(self, hidden: Any, residual: Any, step: AttentionStep) -> tuple[Any, Any]:
         hidden, residual = self.input_layernorm(hidden, residual)
@@ -108,29 +116,36 @@ class Glm4MoeDecoderLayer(WeightedLayer):
 
 
 class Glm4MoeForCausalLM(WeightedLayer):
-    """The whole model on one rank of ``tp``. All ranks call every method alike."""
+    """One rank's part of the model: its stage's layers, its shards of them. All ranks call every method alike."""
 
-    def __init__(self, config: ModelConfig, tp: "AllReduceFusion", dtype: str = "float32") -> None:
+    takes_layout = True
+
+    def __init__(self, config: ModelConfig, parallel: "Parallel", dtype: str = "float32") -> None:
         super().__init__()
-        self.config, self.tp, self.dtype = config, tp, dtype
-        vocab_size, size = config.vocab_size, config.hidden_size
-        self.embed_tokens = VocabParallelEmbedding(vocab_size, size, tp=tp, prefix="model.embed_tokens", dtype=dtype)
+        self.config, self.parallel, self.tp, self.dtype = config, parallel, parallel.tp, dtype
+        self.stage = PipelineStage(parallel.pipeline, config.num_hidden_layers)
+        vocab_size, size, tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
+        shared: dict[str, Any] = {"tp": parallel.tp, "dtype": dtype}
+        if self.stage.is_first or (self.stage.is_last and tied):
+            self.embed_tokens = VocabParallelEmbedding(vocab_size, size, prefix="model.embed_tokens", **shared)
         self.layers = nn.LayerList(
             [
-                Glm4MoeDecoderLayer(config, i, tp=tp, prefix=f"model.layers.{i}", dtype=dtype)
-                for i in range(config.num_hidden_layers)
+                Glm4MoeDecoderLayer(config, i, parallel=parallel, prefix=f"model.layers.{i}", dtype=dtype)
+                for i in self.stage.layers
             ]
         )
-        self.norm = RMSNorm(size, config.rms_norm_eps, tp=tp, prefix="model.norm", dtype=dtype)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(vocab_size, size, tp=tp, prefix="lm_head", tied_to=tied_to, dtype=dtype)
-        self.tied_head_key = self.lm_head.key if config.tie_word_embeddings else None
+        if self.stage.is_last:
+            self.norm = RMSNorm(size, config.rms_norm_eps, prefix="model.norm", **shared)
+            tied_to = self.embed_tokens if tied else None
+            self.lm_head = ParallelLMHead(vocab_size, size, prefix="lm_head", tied_to=tied_to, **shared)
+        self.tied_head_key = "lm_head.weight" if tied else None
         self.rotary = RotaryEmbedding(config.rotary_dim, config.rope_theta)
 
     def new_cache(self, num_slots: int, max_tokens: int) -> KVCache:
         """An empty cache for ``num_slots`` sequences of up to ``max_tokens`` on this rank."""
         return KVCache(
-            num_layers=self.config.num_hidden_layers,
+            num_layers=len(self.layers),
+            first_layer=self.stage.layers.start,
             num_slots=num_slots,
             max_tokens=max_tokens,
             kv_heads=self.layers[0].self_attn.kv_heads,
@@ -141,20 +156,36 @@ class Glm4MoeForCausalLM(WeightedLayer):
     def forward(self, token_ids: Any, batch: PackedBatch, cache: KVCache) -> Any:
         """``token_ids [num_tokens]`` int64, packed as ``batch`` says, to normalised states ``[num_tokens, hidden]``.
 
-        The new tokens' keys and values are left in ``cache``.
+        The new tokens' keys and values are left in ``cache``. Stages before the last return None.
         """
-        step = AttentionStep(batch, cache, self.rotary)
-        hidden, residual = self.embed_tokens(token_ids), None
+        split = ContextSplit(batch, self.parallel.context)
+        step = AttentionStep(batch, cache, self.rotary, split)
+        if self.stage.is_first:
+            hidden = self.embed_tokens(split.take(token_ids))
+        else:
+            hidden = self.stage.receive([split.local.num_tokens, self.config.hidden_size], self.dtype)
+        residual = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, step)
-        return self.norm(hidden, residual)[0]
+        if not self.stage.is_last:
+            self.stage.send(hidden, residual)
+            return None
+        return split.gather(self.norm(hidden, residual)[0])
 
     def logits(self, hidden: Any) -> Any:
         """float32 ``[rows, vocab_size]`` for rows of ``forward``'s result, the same bytes on every rank."""
         return self.lm_head(hidden)
 
 
-def make_moe(hidden_size: int, moe: MoeConfig, *, tp: "AllReduceFusion", prefix: str, dtype: str) -> FusedMoE:
+def make_moe(
+    hidden_size: int,
+    moe: MoeConfig,
+    *,
+    tp: "AllReduceFusion",
+    placement: ExpertPlacement | None = None,
+    prefix: str,
+    dtype: str,
+) -> FusedMoE:
     """The expert block of GLM4-MoE: ``noaux_tc`` router, routed experts, shared experts as one gated MLP."""
     router = NoAuxTcRouter(
         hidden_size,
@@ -179,5 +210,6 @@ def make_moe(hidden_size: int, moe: MoeConfig, *, tp: "AllReduceFusion", prefix:
         prefix=fusable(f"{prefix}.experts"),
         router=router,
         shared=shared,
+        placement=placement,
         dtype=dtype,
     )

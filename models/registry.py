@@ -5,12 +5,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdeploy_fusion.config import ParallelConfig
 from fastdeploy_fusion.errors import CheckpointError
 
 from .config import ModelConfig, architecture_of, read_json
 
 if TYPE_CHECKING:
     from fastdeploy_fusion.fusion import AllReduceFusion
+    from fastdeploy_fusion.parallel import Parallel
 
 ARCHITECTURES = {
     "Glm4MoeForCausalLM": (".glm4_moe", "Glm4MoeForCausalLM"),
@@ -37,27 +39,52 @@ def check_architecture(name: str) -> None:
     )
 
 
-def build(config: ModelConfig, tp: "AllReduceFusion", dtype: str = "float32") -> Any:
-    """The model with unset weights on this rank. Sizes are checked here: ValueError says which does not split."""
+def build(config: ModelConfig, ranks: "Parallel | AllReduceFusion", dtype: str = "float32") -> Any:
+    """The model with unset weights on this rank; ``ranks`` is a layout, or an open fusion for tensor parallelism alone.
+
+    Sizes are checked here: ValueError says which does not split, or which axis the model does not run under.
+    A model class with ``takes_layout`` gets the ``Parallel``; others get its ``tp``.
+    """
+    from fastdeploy_fusion.parallel import as_parallel
+
     check_architecture(config.architecture)
     module, name = ARCHITECTURES[config.architecture]
-    return getattr(import_module(module, __package__), name)(config, tp, dtype)
+    parallel, model_class = as_parallel(ranks), getattr(import_module(module, __package__), name)
+    takes_layout = getattr(model_class, "takes_layout", False)
+    _refuse_layout(config.architecture, parallel.config, takes_layout)
+    model = model_class(config, parallel if takes_layout else parallel.tp, dtype)
+    model.parallel = parallel
+    return model
 
 
-def load_model(model_dir: str | Path, tp: "AllReduceFusion", dtype: str = "float32", progress: bool = True) -> Any:
-    """Build the model of a checkpoint and read this rank's shard of its weights. Collective over ``tp``'s group.
+def _refuse_layout(architecture: str, layout: ParallelConfig, takes_layout: bool) -> None:
+    names = ["expert_parallel_size", "context_parallel_size", "pipeline_parallel_size"]
+    sizes = {name: getattr(layout, name) for name in names}
+    beyond = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if beyond and not takes_layout:
+        raise ValueError(f"{architecture} runs tensor- and data-parallel, not with {', '.join(beyond)}; set it to 1")
+    if layout.enable_dp_attention and layout.tensor_parallel_size > 1:
+        raise ValueError(f"{architecture} does not run with data-parallel attention; use data_parallel_size instead")
 
-    ``dtype`` is that of weights and activations. ``model.load_summary`` tells what was read and skipped. Whatever is
-    wrong with the checkpoint is one CheckpointError, raised on every rank.
+
+def load_model(
+    model_dir: str | Path, ranks: "Parallel | AllReduceFusion", dtype: str = "float32", progress: bool = True
+) -> Any:
+    """Build the model of a checkpoint and read this rank's part of its weights. Collective over the replica's ranks.
+
+    ``ranks``: a layout, or an open fusion for tensor parallelism alone. ``dtype`` is that of weights and activations.
+    ``model.load_summary`` tells what was read and skipped. Whatever is wrong with the checkpoint is one
+    CheckpointError, raised on every rank.
     """
-    from fastdeploy_fusion.weights import load_weights
+    from fastdeploy_fusion.weights import load_weights, with_other_stages
 
     config = load_config(model_dir)
-    model = build(config, tp, dtype)
+    model = build(config, ranks, dtype)
+    parallel = model.parallel
     model.load_summary = load_weights(
-        model.checkpoint_tensors(),
+        with_other_stages(model.checkpoint_tensors(), parallel.pipeline),
         model_dir,
-        group=tp.group,
+        group=parallel.replica,
         num_hidden_layers=config.num_hidden_layers,
         tied_head=model.tied_head_key,
         progress=progress,

@@ -13,6 +13,7 @@ import paddle
 import paddle.nn.functional as F
 
 from . import ops
+from .context import ContextSplit
 from .kv_cache import KVCache, PackedBatch
 from .rotary import RotaryEmbedding
 
@@ -84,14 +85,18 @@ def _attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
 class AttentionStep:
     """What every layer of one forward needs to know about the batch. Cheap to make, used once."""
 
-    def __init__(self, batch: PackedBatch, cache: KVCache, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self, batch: PackedBatch, cache: KVCache, rotary: RotaryEmbedding, split: ContextSplit | None = None
+    ) -> None:
+        """With ``split``, this rank attends for its part of the batch, and all keys and values reach its cache."""
         cache.check_fits(batch)
-        self.cache, self.rotary = cache, rotary
-        positions = batch.positions()
+        self.cache, self.rotary, self.split = cache, rotary, split
+        local = batch if split is None else split.local
+        positions = local.positions()
         on_device = (lambda array: array) if cache.on_host else paddle.to_tensor
         self.cos, self.sin = map(on_device, rotary.angles(positions))
-        self.rows = cache.rows_of(batch, positions)
-        self.parts = list(_split(batch, on_device))
+        self.rows = cache.rows_of(batch, positions if local is batch else batch.positions())
+        self.parts = list(_split(local, on_device))
 
     def rotate(self, x: Any) -> Any:
         """``x [num_tokens, heads, head_dim]`` rotated to its rows' positions."""
@@ -103,6 +108,8 @@ class AttentionStep:
         ``q [num_tokens, heads, head_dim]``, ``k`` and ``v`` ``[num_tokens, kv_heads, head_dim]``, all local and already
         rotated; result ``[num_tokens, heads * head_dim]`` in the dtype of ``q``.
         """
+        if self.split is not None:
+            k, v = self.split.gather_kv(k, v)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_tokens, heads, head_dim = q.shape
         if self.cache.on_host:

@@ -45,7 +45,7 @@ class PackedBatch:
 
 
 class KVCache:
-    """Keys and values of ``num_slots`` sequences of up to ``max_tokens``, for the local kv heads of every layer.
+    """Keys and values of ``num_slots`` sequences of up to ``max_tokens``, for this rank's kv heads and layers.
 
     ``keys[layer]`` and ``values[layer]`` are ``[num_slots, kv_heads, max_tokens, head_dim]``, written in place. On CPU
     they are float32 numpy arrays, whatever ``dtype`` says, for attention is computed in numpy there.
@@ -55,6 +55,7 @@ class KVCache:
         self,
         *,
         num_layers: int,
+        first_layer: int = 0,
         num_slots: int,
         max_tokens: int,
         kv_heads: int,
@@ -64,11 +65,12 @@ class KVCache:
         self.num_slots, self.max_tokens, self.kv_heads, self.head_dim = num_slots, max_tokens, kv_heads, head_dim
         self.on_host = paddle.get_device().startswith("cpu")
         shape = [num_slots, kv_heads, max_tokens, head_dim]
-        self.keys = [self._zeros(shape, dtype) for _ in range(num_layers)]
-        self.values = [self._zeros(shape, dtype) for _ in range(num_layers)]
+        layers = range(first_layer, first_layer + num_layers)
+        self.keys = {layer: self._zeros(shape, dtype) for layer in layers}
+        self.values = {layer: self._zeros(shape, dtype) for layer in layers}
         # The same memory as rows of head_dim, for one scatter a layer.
-        self._key_rows = [keys.reshape([-1, head_dim]) for keys in self.keys]
-        self._value_rows = [values.reshape([-1, head_dim]) for values in self.values]
+        self._key_rows = {layer: keys.reshape([-1, head_dim]) for layer, keys in self.keys.items()}
+        self._value_rows = {layer: values.reshape([-1, head_dim]) for layer, values in self.values.items()}
 
     def rows_of(self, batch: "PackedBatch", positions: np.ndarray) -> Any:
         """Where ``write`` puts the batch's tokens: an index for each token and kv head."""

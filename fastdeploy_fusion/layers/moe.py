@@ -14,7 +14,9 @@ from .shards import shard_slice
 from .sums import owed_sum, settle
 
 if TYPE_CHECKING:
+    from ..config import ParallelConfig
     from ..fusion import AllReduceFusion
+    from ..topology import Place
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,17 @@ class ExpertPlacement:
     experts: range
     shard: int
     num_shards: int
+
+    @classmethod
+    def dealt(cls, num_experts: int, place: "Place", layout: "ParallelConfig") -> "ExpertPlacement":
+        """Experts dealt out whole, in order, to the layout's parts; ranks of a part share each expert's matrices.
+
+        Raises:
+            ValueError: the parts don't divide the experts.
+        """
+        parts = layout.expert_parallel_size
+        own = shard_slice(num_experts, place.expert_part, parts, "number of experts", "expert_parallel_size")
+        return cls(range(own.start, own.stop), place.expert_shard, layout.moe_tensor_parallel_size)
 
 
 class FusedMoE(WeightedLayer):

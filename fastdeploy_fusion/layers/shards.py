@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 
 
-def split_evenly(total: int, num_shards: int, what: str) -> int:
+def split_evenly(total: int, num_shards: int, what: str, setting: str = "tensor_parallel_size") -> int:
     """``total / num_shards``; ValueError when it does not divide."""
     if total <= 0:
         raise ValueError(f"{what} is {total}; it must be positive")
     if total % num_shards:
         raise ValueError(
-            f"{what} {total} is not divisible by tensor_parallel_size {num_shards}; "
+            f"{what} {total} is not divisible by {setting} {num_shards}; "
             f"choose a divisor of {total}: {_divisors(total)}"
         )
     return total // num_shards
 
 
-def shard_slice(total: int, rank: int, num_shards: int, what: str) -> slice:
+def shard_slice(total: int, rank: int, num_shards: int, what: str, setting: str = "tensor_parallel_size") -> slice:
     """This rank's part of an axis of ``total``, in rank order."""
-    local = split_evenly(total, num_shards, what)
+    local = split_evenly(total, num_shards, what, setting)
     return slice(rank * local, (rank + 1) * local)
 
 

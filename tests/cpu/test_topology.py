@@ -52,7 +52,7 @@ def test_every_name_deals_all_ranks_out_once(sizes):
         data_parallel_size=data,
     )
     topology = make_topology(config)
-    for name in ("attention_tp", "moe", "expert_parts", "context", "pipeline"):
+    for name in ("attention_tp", "moe", "expert_parts", "context", "pipeline", "replica"):
         members = [rank for group in getattr(topology, name) for rank in group]
         assert sorted(members) == list(range(config.world_size)), name
     places = {topology.place(rank) for rank in range(config.world_size)}
