@@ -1,0 +1,82 @@
+"""The frame of a decoder layer, and how its last sum crosses into the next layer."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..partial import PartialSum
+from .norm import RMSNorm
+from .parameter import WeightedLayer
+
+if TYPE_CHECKING:
+    from ..fusion import AllReduceFusion
+
+
+def complete(hidden: Any) -> Any:
+    """``hidden`` as a tensor: the sum over ranks, where it is still owed. For every reader that is not a norm.
+
+    Then all ranks of the group must call it alike.
+    """
+    return hidden.complete() if isinstance(hidden, PartialSum) else hidden
+
+
+class DecoderLayer(WeightedLayer):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``: two norms, two sums.
+
+    ``forward(hidden, residual, step, taps) -> (hidden, residual)``; ``residual`` is None before the first layer. Where
+    ``tp`` defers, ``hidden`` comes and goes as a ``PartialSum``: the norm of the next layer, or the final one, takes it
+    as it is; whatever else reads it calls ``complete`` first.
+
+    ``taps``, a list, gets the residual stream before this layer. The input norm has just completed it, so looking at it
+    costs no reduction.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        attention: WeightedLayer,
+        mlp: WeightedLayer,
+        *,
+        tp: "AllReduceFusion",
+        prefix: str,
+        layer_id: int,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, hidden_size, eps, tp=tp, dtype=dtype, layer_id=layer_id)
+        self.input_layernorm = norm(prefix=f"{prefix}.input_layernorm")
+        self.self_attn = attention
+        self.post_attention_layernorm = norm(prefix=f"{prefix}.post_attention_layernorm")
+        self.mlp = mlp
+
+    def forward(self, hidden: Any, residual: Any, step: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
+        hidden, residual = self.input_layernorm(hidden, residual)
+        if taps is not None:
+            taps.append(residual)
+        hidden, residual = self.post_attention_layernorm(self.self_attn(hidden, step), residual)
+        return self.mlp(hidden), residual
+
+
+class MixerLayer(WeightedLayer):
+    """``x + mixer(norm(x))``: one norm, one sum, of hybrid decoders. ``forward`` as of ``DecoderLayer``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        mixer: WeightedLayer,
+        *,
+        tp: "AllReduceFusion",
+        prefix: str,
+        layer_id: int,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.norm = RMSNorm(hidden_size, eps, tp=tp, prefix=f"{prefix}.norm", dtype=dtype, layer_id=layer_id)
+        self.mixer = mixer
+
+    def forward(self, hidden: Any, residual: Any, step: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
+        hidden, residual = self.norm(hidden, residual)
+        if taps is not None:
+            taps.append(residual)
+        return self.mixer(hidden, step), residual
