@@ -46,7 +46,7 @@ setup(
     ],
     extras_require={
         "gpu": ["flashinfer-python", "apache-tvm-ffi"],
-        "test": ["pytest", "pytest-timeout", "ruff", "mypy", "matplotlib", "setuptools>=70.1"],
+        "test": ["pytest", "pytest-timeout", "ruff", "mypy", "matplotlib", "apache-tvm-ffi", "setuptools>=70.1"],
     },
     entry_points={"console_scripts": ["fastdeploy-fusion=fastdeploy_fusion.cli:main"]},
     classifiers=[

@@ -31,12 +31,14 @@ def text(name: str) -> str:
     return os.environ.get(name, _DEFAULTS[name])
 
 
-def seconds(name: str) -> float:
-    """A positive number of seconds.
+def seconds(name: str, default: float | None = None) -> float:
+    """A positive number of seconds; ``default``: where it is unset, in place of the table's.
 
     Raises:
         ValueError: the variable holds something else.
     """
+    if default is not None and name not in os.environ:
+        return default
     value = text(name)
     try:
         number = float(value)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import paddle
 from paddle.base import core
 
 from . import env, faults, probe, self_test
@@ -54,14 +55,17 @@ class _Opening:
         self.config = config
         self.name = name
         self.plan = plan
-        self.step_timeout_s = env.seconds("FDFUSION_OPEN_TIMEOUT_S") / 2  # a step and its vote stay within it
+        self.module = module_of(name)
+        default_s = getattr(self.module, "OPEN_TIMEOUT_S", None)
+        self.step_timeout_s = env.seconds("FDFUSION_OPEN_TIMEOUT_S", default_s) / 2  # a step and its vote stay in it
+        self.device = probe.device()
         self.fault = faults.planned(group.ranks[group.rank])
         self.made: list[Backend] = []
         self.fork: RankGroup | None = None
         self.sm: int | None = None
 
     def run(self) -> Backend:
-        module = module_of(self.name)
+        module = self.module
         facts = self._agree("probe", lambda: probe.rank_facts(self.name, self.config, self.plan))
         self.sm = facts[0].get("sm")
         self._fix_limit()
@@ -121,6 +125,8 @@ class _Opening:
     def _work(self, step: str, work: Callable[[], Any]) -> Any:
         if self.fault is not None and self.fault.step == step:
             return faults.strike(self.fault)
+        if self.device != "cpu":
+            paddle.device.set_device(self.device)  # CUDA's current device is a thread's own, and steps run in threads
         return work()
 
 

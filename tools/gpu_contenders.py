@@ -129,6 +129,8 @@ def _torch_all_reduce(group: Any, total: Any) -> Callable[[], Any]:
     if not dist.is_initialized():
         address = os.environ.get("TORCHRUN_MASTER_ADDR", "127.0.0.1")
         port = int(os.environ.get("TORCHRUN_MASTER_PORT", "29500")) + 201
+        # torchrun's agent serves its own store only; this one is to be served by rank 0.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         dist.init_process_group(
             "nccl", init_method=f"tcp://{address}:{port}", rank=group.rank, world_size=group.size,
             device_id=total.device,

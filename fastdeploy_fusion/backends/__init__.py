@@ -72,7 +72,8 @@ class Backend(Protocol):
 
 
 class BackendModule(Protocol):
-    """What a backend's module exposes."""
+    """What a backend's module exposes. ``OPEN_TIMEOUT_S`` may be there too: seconds that a start-up step needs when the
+    environment does not say (kernels that are compiled on first use take minutes)."""
 
     def probe(self, device: str) -> dict[str, Any]:
         """Facts of this rank, JSON-able; never raises. ``"refusal"``: None, or why this rank can't take part.
@@ -96,7 +97,7 @@ class BackendModule(Protocol):
         ...
 
 
-MODULES = {"plain": "plain", "shm": "shm", "trtllm": "flashinfer", "mnnvl": "flashinfer"}
+MODULES = {"plain": "plain", "shm": "shm", "trtllm": "flashinfer", "mnnvl": "flashinfer.mnnvl"}
 """Backend name -> module of this package."""
 
 

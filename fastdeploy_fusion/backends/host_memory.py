@@ -64,12 +64,18 @@ class OutputPool:
             block = mmap.mmap(-1, block_bytes)
         array = np.frombuffer(block, np.float32, rows * columns).reshape(rows, columns)
         weakref.finalize(array, self._give_back, block, block_bytes).atexit = False
-        return paddle.from_dlpack(array)  # holds the array until the tensor's memory is let go
+        return _from_dlpack(array)  # holds the array until the tensor's memory is let go
 
     def _give_back(self, block: mmap.mmap, block_bytes: int) -> None:
         if self._free_bytes + block_bytes <= _POOL_MAX_BYTES:
             self._free.setdefault(block_bytes, []).append(block)
             self._free_bytes += block_bytes
+
+
+def _from_dlpack(array: np.ndarray) -> Any:
+    if hasattr(paddle, "from_dlpack"):
+        return paddle.from_dlpack(array)
+    return paddle.utils.dlpack.from_dlpack(array.__dlpack__())  # Paddle 2.6
 
 
 outputs = OutputPool()

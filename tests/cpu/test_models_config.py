@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from fastdeploy_fusion.models import ModelConfig, load_config
 
 from fastdeploy_fusion.errors import CheckpointError
+from fastdeploy_fusion.models import ModelConfig, load_config
 
 BASE = {
     "architectures": ["Glm4MoeForCausalLM"],

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from fastdeploy_fusion.models import SamplingParams, generate, load_model
 from fastdeploy_fusion.models.sampling import Sampler
-
 from tests.fake_tp import FakeTp
 
 PROMPTS = [[5, 9, 200], [17], [300, 2, 2, 8, 1]]

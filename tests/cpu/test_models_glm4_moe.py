@@ -6,10 +6,10 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from fastdeploy_fusion.models import SamplingParams, build, generate, load_config, load_model, prompt_logits
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_fusion.errors import CheckpointError
+from fastdeploy_fusion.models import SamplingParams, build, generate, load_config, load_model, prompt_logits
 from fastdeploy_fusion.weights import MTP_LAYER, TIED_HEAD
 from tests.fake_tp import FakeTp, ranks
 from tests.references import load_reference, round_rotary_as_the_reference_did

@@ -13,10 +13,9 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 def load_or_error(rank, num_ranks, folders):
     """What loading ``folders[rank]`` gives this rank: bytes read, or the error's text."""
-    from fastdeploy_fusion.models import load_model
-
     from fastdeploy_fusion import AllReduceFusion
     from fastdeploy_fusion.errors import CheckpointError
+    from fastdeploy_fusion.models import load_model
 
     with AllReduceFusion.open(hidden_size=64) as tp:
         try:
@@ -50,10 +49,9 @@ def test_a_rank_reads_half_and_one_ranks_damage_is_every_ranks_error(folders):
 
 
 def disagree(rank, num_ranks):
-    from fastdeploy_fusion.models import generate, load_model
-
     from fastdeploy_fusion import AllReduceFusion
     from fastdeploy_fusion.errors import FusionError
+    from fastdeploy_fusion.models import generate, load_model
 
     with AllReduceFusion.open(hidden_size=64) as tp:
         model = load_model(DATA / "glm4_moe_a", tp, progress=False)

@@ -15,7 +15,16 @@ def test_the_ten_line_script_runs_fused_on_two_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path), script],
+        [
+            sys.executable,
+            "-m",
+            "paddle.distributed.launch",
+            "--nproc_per_node",
+            "2",
+            "--log_dir",
+            str(tmp_path),
+            script,
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
