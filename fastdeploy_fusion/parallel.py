@@ -20,6 +20,7 @@ class Parallel:
         tp: sums of attention and dense MLPs. moe: sums of MoE layers. One object where both run over the same ranks.
         context, pipeline: this rank's groups; of one rank where the axis has size 1.
         replica: all ranks of this copy of the model; they run the same prompts.
+        world: all ranks of the launch, where ``open`` made the layout; else the replica.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Parallel:
         self.config, self.place = config, place
         self.tp, self.moe = tp, moe
         self.context, self.pipeline, self.replica = context, pipeline, replica
+        self.world = replica
         self._owned = contextlib.ExitStack()
 
     @classmethod
@@ -57,7 +59,8 @@ class Parallel:
         rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
         settings = (fusion or FusionConfig()) if why_not_fused(config) is None else FusionConfig()
         with contextlib.ExitStack() as owned:
-            made = _make_groups(topology, owned)
+            world = groups.init_world()
+            made = _make_groups(world, topology, owned)
             fusions: dict[tuple[int, ...], AllReduceFusion] = {}
             for name in ("attention_tp", "moe"):
                 members = topology.group_of(name, rank)
@@ -73,6 +76,7 @@ class Parallel:
                 pipeline=made[topology.group_of("pipeline", rank)],
                 replica=made[topology.group_of("replica", rank)],
             )
+            parallel.world = world
             parallel._owned = owned.pop_all()
         return parallel
 
@@ -115,9 +119,8 @@ def as_parallel(ranks: Parallel | AllReduceFusion) -> Parallel:
     return ranks if isinstance(ranks, Parallel) else Parallel.around(ranks)
 
 
-def _make_groups(topology: Topology, owned: contextlib.ExitStack) -> dict[tuple[int, ...], RankGroup]:
+def _make_groups(world: RankGroup, topology: Topology, owned: contextlib.ExitStack) -> dict[tuple[int, ...], RankGroup]:
     """Every distinct group once, in one order on all ranks; this rank's own are returned, to be closed by ``owned``."""
-    world = groups.init_world()
     owned.callback(world.close)
     made = {world.ranks: world}
     done = {world.ranks}

@@ -87,6 +87,6 @@ def load_model(
         group=parallel.replica,
         num_hidden_layers=config.num_hidden_layers,
         tied_head=model.tied_head_key,
-        progress=progress,
+        progress=progress and parallel.place.data == 0,
     )
     return model

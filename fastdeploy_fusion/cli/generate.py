@@ -1,6 +1,7 @@
 """`fastdeploy-fusion generate`: text from a checkpoint, on ranks that it starts itself."""
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from ..supervise import launch
 from .parser import UsageError, number_in, whole_number
 
 NAME = "generate"
-HELP = "generate text from a Hugging Face checkpoint, tensor-parallel, fused or not"
+HELP = "generate text from a Hugging Face checkpoint, on parallel ranks, fused or not"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """
     prompts = read_prompts(args)
     model_dir = find_checkpoint(args.model)
-    ranks = ParallelConfig.from_args(args).tensor_parallel_size
+    layout = read_layout(args)
+    ranks = layout.world_size
     if not started_as_rank():
         if ranks > 1:
             return launch(
@@ -53,10 +55,25 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             )
     elif int(os.environ["PADDLE_TRAINERS_NUM"]) != ranks:
         world = os.environ["PADDLE_TRAINERS_NUM"]
-        raise UsageError(f"a launcher started {world} ranks but --tensor-parallel-size is {ranks}: make them equal")
+        raise UsageError(
+            f"a launcher started {world} ranks but the layout has {ranks}{_sizes(layout)}: make them equal"
+        )
     from .generate_rank import generate_on_this_rank
 
-    return generate_on_this_rank(args, FusionConfig.from_args(args), model_dir, prompts)
+    return generate_on_this_rank(args, layout, FusionConfig.from_args(args), model_dir, prompts)
+
+
+def read_layout(args: argparse.Namespace) -> ParallelConfig:
+    try:
+        return ParallelConfig.from_args(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _sizes(layout: ParallelConfig) -> str:
+    sizes = dataclasses.asdict(layout)
+    flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1 and size is not True]
+    return f" ({' '.join(flags)})" if flags else ""
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .. import env
-from ..config import FusionConfig
+from ..config import FusionConfig, ParallelConfig
 from ..launch import leave_on_sigterm, wait_for_first_rank
 from .output import answer_only_on_stdout
 from .parser import UsageError
 
+REPLICAS_APART_S = 86400.0
+
 
 def generate_on_this_rank(
-    args: argparse.Namespace, fusion: FusionConfig, model_dir: Path, prompts: Sequence[str]
+    args: argparse.Namespace, layout: ParallelConfig, fusion: FusionConfig, model_dir: Path, prompts: Sequence[str]
 ) -> int:
     """Generates on all ranks alike (every rank calls it with equal arguments); rank 0 writes the answer to stdout.
+
+    With data-parallel replicas each continues its share of the prompts.
 
     Raises:
         UsageError: the checkpoint, a prompt or the configuration can't be used; the same on every rank.
@@ -30,17 +34,10 @@ def generate_on_this_rank(
     """
     with answer_only_on_stdout() as answer:
         quiet_paddle()
-        from ..groups import init_world
-
         leave_on_sigterm()
         wait_for_first_rank()
-        group = init_world()
-        try:
-            document = _generate(args, fusion, group, model_dir, prompts)
-        finally:
-            group.close()
-        if document["rank"] == 0:
-            del document["rank"]
+        document = _generate(args, layout, fusion, model_dir, prompts)
+        if document is not None:
             with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
                 write_json(document, answer) if args.json else write_text(document, answer)
     return 0
@@ -68,13 +65,14 @@ def wrong_input() -> Iterator[None]:
 
 
 def _generate(
-    args: argparse.Namespace, fusion: FusionConfig, group: Any, model_dir: Path, prompts: Sequence[str]
-) -> dict[str, Any]:
+    args: argparse.Namespace, layout: ParallelConfig, fusion: FusionConfig, model_dir: Path, prompts: Sequence[str]
+) -> dict[str, Any] | None:
+    """What rank 0 writes; None on the other ranks."""
     from tokenizers import Tokenizer
 
     from fastdeploy_fusion import models
 
-    from ..fusion import AllReduceFusion
+    from ..parallel import Parallel
 
     begin = time.monotonic()
     with wrong_input():
@@ -88,35 +86,50 @@ def _generate(
             seed=args.seed,
             ignore_eos=args.ignore_eos,
         )
-    with AllReduceFusion.open(fusion, group=group, hidden_size=config.hidden_size, dtype=args.dtype) as tp:
+    with Parallel.open(layout, fusion, hidden_size=config.hidden_size, dtype=args.dtype) as parallel:
         with wrong_input():
-            model = models.load_model(model_dir, tp, args.dtype)
+            model = models.load_model(model_dir, parallel, args.dtype)
         loaded = time.monotonic()
-        results = models.generate(model, tp, ids, params)
+        numbers = range(parallel.place.data, len(ids), layout.data_parallel_size)
+        own = models.generate(model, parallel, [ids[i] for i in numbers], params, numbers=numbers)
+        answers = collect(
+            parallel.world, {i: [r.token_ids, r.finish_reason] for i, r in zip(numbers, own, strict=True)}
+        )
         seconds = time.monotonic() - loaded
-        group.barrier()  # nobody leaves while a peer still needs it
         stats = {
-            "num_ranks": tp.world_size,
+            "num_ranks": layout.world_size,
             "dtype": args.dtype,
             "load_seconds": round(loaded - begin, 4),
-            **speed(ids, results, seconds),
-            "sums": sums(tp),
-            "fusion": str(tp.explain([1, config.hidden_size])),
+            **speed(ids, [tokens for tokens, _ in answers], seconds),
+            "sums": sums(parallel),
+            "fusion": str(parallel.tp.explain([1, config.hidden_size])),
         }
+        if parallel.world.rank != 0:
+            return None
     return {
-        "rank": group.rank,
         "results": [
             {
                 "prompt": prompt,
                 "prompt_token_ids": list(prompt_ids),
-                "token_ids": list(result.token_ids),
-                "text": tokenizer.decode(list(result.token_ids), skip_special_tokens=False),
-                "finish_reason": result.finish_reason,
+                "token_ids": tokens,
+                "text": tokenizer.decode(tokens, skip_special_tokens=False),
+                "finish_reason": reason,
             }
-            for prompt, prompt_ids, result in zip(prompts, ids, results, strict=True)
+            for prompt, prompt_ids, (tokens, reason) in zip(prompts, ids, answers, strict=True)
         ],
         "stats": stats,
     }
+
+
+def collect(world: Any, own: dict[int, Any]) -> list[Any]:
+    """All replicas' answers in the order of the prompts. Collective: nobody leaves while a peer still needs it.
+
+    A replica may have much more to do than another; those that run are watched by their own ranks' time limits.
+    """
+    answers: dict[int, Any] = {}
+    for part in world.channel.exchange(list(own.items()), "collecting the answers", REPLICAS_APART_S):
+        answers.update(part)
+    return [answers[i] for i in sorted(answers)]
 
 
 def encode(tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, limit: int | None) -> list[list[int]]:
@@ -137,8 +150,8 @@ def encode(tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, limit: i
     return ids
 
 
-def speed(prompt_ids: Sequence[Sequence[int]], results: Sequence[Any], seconds: float) -> dict[str, Any]:
-    new_tokens = sum(len(result.token_ids) for result in results)
+def speed(prompt_ids: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
+    new_tokens = sum(map(len, answers))
     return {
         "prompt_tokens": sum(map(len, prompt_ids)),
         "new_tokens": new_tokens,
@@ -152,13 +165,13 @@ def write_json(document: dict[str, Any], answer: TextIO) -> None:
     answer.write("\n")
 
 
-def sums(tp: Any) -> list[dict[str, Any]]:
-    """How often each operation took which path and why, most frequent first; empty on one rank: nothing to add up."""
-    if tp.world_size == 1:
+def sums(parallel: Any) -> list[dict[str, Any]]:
+    """How often each operation of rank 0 took which path and why, most frequent first; empty if nothing is added up."""
+    if parallel.tp.world_size == 1:
         return []
     return [
         {"op": op, "path": path, "reason": reason, "calls": calls}
-        for (op, path, reason), calls in tp.counters.most_common()
+        for (op, path, reason), calls in parallel.counters.most_common()
     ]
 
 
