@@ -32,13 +32,13 @@ class _PromptBlock:
     mask: Any
 
     def attend(self, q: Any, keys: Any, values: Any) -> Any:
-        """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``."""
+        """``q [rows, heads, head_dim]`` -> ``[rows, heads * value_dim]``."""
         rows, heads, head_dim = q.shape
-        kv_heads = keys.shape[1]
+        kv_heads, value_dim = keys.shape[1], values.shape[-1]
         k, v = keys[self.slot, :, : self.num_keys], values[self.slot, :, : self.num_keys]
         grouped = q.reshape([rows, kv_heads, heads // kv_heads, head_dim]).transpose([1, 2, 0, 3])
         out = _attention(grouped, k[:, None], v[:, None], self.mask)
-        return out.transpose([2, 0, 1, 3]).reshape([rows, heads * head_dim])
+        return out.transpose([2, 0, 1, 3]).reshape([rows, heads * value_dim])
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class _DecodeRun:
     mask: Any
 
     def attend(self, q: Any, keys: Any, values: Any) -> Any:
-        """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``."""
+        """``q [rows, heads, head_dim]`` -> ``[rows, heads * value_dim]``."""
         rows, heads, head_dim = q.shape
-        kv_heads = keys.shape[1]
+        kv_heads, value_dim = keys.shape[1], values.shape[-1]
         slots = slice(self.slot, self.slot + rows)
         k, v = keys[slots, :, : self.num_keys], values[slots, :, : self.num_keys]
         grouped = q.reshape([rows, kv_heads, heads // kv_heads, head_dim])
-        return _attention(grouped, k, v, self.mask).reshape([rows, heads * head_dim])
+        return _attention(grouped, k, v, self.mask).reshape([rows, heads * value_dim])
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -86,43 +86,48 @@ class AttentionStep:
     """What every layer of one forward needs to know about the batch. Cheap to make, used once."""
 
     def __init__(
-        self, batch: PackedBatch, cache: KVCache, rotary: RotaryEmbedding, split: ContextSplit | None = None
+        self, batch: PackedBatch, cache: KVCache, rotary: RotaryEmbedding | None, split: ContextSplit | None = None
     ) -> None:
-        """With ``split``, this rank attends for its part of the batch, and all keys and values reach its cache."""
+        """``rotary`` None: nothing is rotated.
+
+        With ``split``, this rank attends for its part of the batch, and all keys and values reach its cache.
+        """
         cache.check_fits(batch)
         self.cache, self.rotary, self.split = cache, rotary, split
         local = batch if split is None else split.local
         positions = local.positions()
         on_device = (lambda array: array) if cache.on_host else paddle.to_tensor
-        self.cos, self.sin = map(on_device, rotary.angles(positions))
+        if rotary is not None:
+            self.cos, self.sin = map(on_device, rotary.angles(positions))
         self.rows = cache.rows_of(batch, positions if local is batch else batch.positions())
         self.parts = list(_split(local, on_device))
 
     def rotate(self, x: Any) -> Any:
         """``x [num_tokens, heads, head_dim]`` rotated to its rows' positions."""
-        return self.rotary.rotate(x, self.cos, self.sin)
+        return x if self.rotary is None else self.rotary.rotate(x, self.cos, self.sin)
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, scale: float) -> Any:
         """Causal grouped-query attention; stores ``k`` and ``v`` first.
 
         ``q [num_tokens, heads, head_dim]``, ``k`` and ``v`` ``[num_tokens, kv_heads, head_dim]``, all local and already
-        rotated; result ``[num_tokens, heads * head_dim]`` in the dtype of ``q``.
+        rotated; ``v`` is None where the cache takes values from the keys. The result is ``[num_tokens, heads *
+        value_dim]`` in the dtype of ``q``.
         """
         if self.split is not None:
             k, v = self.split.gather_kv(k, v)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        num_tokens, heads, head_dim = q.shape
+        keys = self.cache.keys[layer]
         if self.cache.on_host:
-            wide = [ops.cast(tensor, paddle.float32) for tensor in (q, k, v)]
-            q_rows, k_rows, v_rows = map(ops.host_array, wide)
-            out = ops.host_empty([num_tokens, heads * head_dim])
+            q_rows, *new = [ops.cast(tensor, paddle.float32) for tensor in (q, k, v) if tensor is not None]
+            self.cache.write(layer, self.rows, *map(ops.host_array, new))
+            values = self.cache.values_of(layer)
+            out = ops.host_empty([q.shape[0], q.shape[1] * values.shape[-1]])
             out_rows = ops.host_array(out)
-            self.cache.write(layer, self.rows, k_rows, v_rows)
-            scaled = q_rows * np.float32(scale)
+            scaled = ops.host_array(q_rows) * np.float32(scale)
             for part in self.parts:
                 out_rows[part.first : part.end] = part.attend(scaled[part.first : part.end], keys, values)
             return ops.cast(out, q.dtype)
         self.cache.write(layer, self.rows, k, v)
+        values = self.cache.values_of(layer)
         scaled = q * scale
         return paddle.concat([part.attend(scaled[part.first : part.end], keys, values) for part in self.parts])
 

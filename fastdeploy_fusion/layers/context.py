@@ -50,9 +50,11 @@ class ContextSplit:
         return paddle.gather(together, paddle.to_tensor(self._places, place=rows.place))
 
     def gather_kv(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Both ``[local tokens, kv_heads, head_dim]``, gathered in one go."""
+        """Both ``[local tokens, kv_heads, head_dim]``, gathered in one go; ``values`` None: keys alone."""
         if not self.is_cut:
             return keys, values
+        if values is None:
+            return self.gather(keys), None
         both = self.gather(paddle.concat([keys, values], axis=1))
         kv_heads = keys.shape[1]
         return both[:, :kv_heads], both[:, kv_heads:]

@@ -1,5 +1,6 @@
 """Packed batches of ragged sequences, and the cache that keeps their keys and values."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,29 +46,31 @@ class PackedBatch:
 
 
 class KVCache:
-    """Keys and values of ``num_slots`` sequences of up to ``max_tokens``, for this rank's kv heads and layers.
+    """Keys and values of ``num_slots`` sequences of up to ``max_tokens``, for this rank's kv heads and ``layers``.
 
     ``keys[layer]`` and ``values[layer]`` are ``[num_slots, kv_heads, max_tokens, head_dim]``, written in place. On CPU
     they are float32 numpy arrays, whatever ``dtype`` says, for attention is computed in numpy there.
+
+    ``latent_dim``: each key's first so many elements are its value (latent attention), and only keys are kept.
     """
 
     def __init__(
         self,
         *,
-        num_layers: int,
-        first_layer: int = 0,
+        layers: Iterable[int],
         num_slots: int,
         max_tokens: int,
         kv_heads: int,
         head_dim: int,
+        latent_dim: int | None = None,
         dtype: str = "float32",
     ) -> None:
         self.num_slots, self.max_tokens, self.kv_heads, self.head_dim = num_slots, max_tokens, kv_heads, head_dim
         self.on_host = paddle.get_device().startswith("cpu")
         shape = [num_slots, kv_heads, max_tokens, head_dim]
-        layers = range(first_layer, first_layer + num_layers)
+        self.latent_dim = latent_dim
         self.keys = {layer: self._zeros(shape, dtype) for layer in layers}
-        self.values = {layer: self._zeros(shape, dtype) for layer in layers}
+        self.values = {layer: self._zeros(shape, dtype) for layer in self.keys if latent_dim is None}
         # The same memory as rows of head_dim, for one scatter a layer.
         self._key_rows = {layer: keys.reshape([-1, head_dim]) for layer, keys in self.keys.items()}
         self._value_rows = {layer: values.reshape([-1, head_dim]) for layer, values in self.values.items()}
@@ -78,9 +81,16 @@ class KVCache:
         rows = (slots[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.max_tokens + positions[:, None]
         return rows.reshape(-1) if self.on_host else paddle.to_tensor(rows.reshape(-1))
 
-    def write(self, layer: int, rows: Any, keys: Any, values: Any) -> None:
+    def values_of(self, layer: int) -> Any:
+        """``[num_slots, kv_heads, max_tokens, value_dim]``."""
+        return self.values[layer] if self.latent_dim is None else self.keys[layer][..., : self.latent_dim]
+
+    def write(self, layer: int, rows: Any, keys: Any, values: Any = None) -> None:
         """Store ``keys`` and ``values`` ``[num_tokens, kv_heads, head_dim]``, of the cache's own kind, at ``rows``."""
-        for target, new in ((self._key_rows[layer], keys), (self._value_rows[layer], values)):
+        stored = [(self._key_rows[layer], keys)]
+        if values is not None:
+            stored.append((self._value_rows[layer], values))
+        for target, new in stored:
             flat = new.reshape([-1, self.head_dim])
             if self.on_host:
                 target[rows] = flat

@@ -11,7 +11,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def make_cache(num_slots=4, max_tokens=16, **options):
-    return KVCache(num_layers=1, num_slots=num_slots, max_tokens=max_tokens, kv_heads=KV_HEADS, head_dim=DIM, **options)
+    return KVCache(layers=[0], num_slots=num_slots, max_tokens=max_tokens, kv_heads=KV_HEADS, head_dim=DIM, **options)
 
 
 def alone(q, k, v):
