@@ -2,21 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 
 from . import faults, groups, workspace
 from .backends.plain import PlainBackend
-from .config import DTYPES, FusionConfig
-from .errors import WorkspaceError
+from .config import FusionConfig
 from .groups import RankGroup
+from .ledger import Ledger, Verdict
 from .partial import PartialSum
 from .policy import Decision, GroupState, Op, Path, Request, decide
-
-_DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
-_DTYPES_ARE_SINGLE = not hasattr(paddle.float32, "value")
-_MAX_KNOWN = 8192
 
 
 class AllReduceFusion:
@@ -28,7 +24,6 @@ class AllReduceFusion:
     Attributes:
         group: the ranks. rank, world_size: in-group rank and size.
         state: what start-up agreed on, as the policy sees it.
-        counters: ``(op, path, reason) -> calls``; one entry of one call is one reduction of one sum.
     """
 
     def __init__(
@@ -44,13 +39,12 @@ class AllReduceFusion:
         self.config = config or FusionConfig()
         self.rank = group.rank
         self.world_size = group.size
-        self.counters: Counter[tuple[str, str, str]] = Counter()
         self.state = held[1] if held is not None else GroupState(group.size)
         self._workspace = held[0] if held is not None else None
         self._closed = False
         self._owns_group = owns_group
         self._plain = faults.sabotage(PlainBackend(group), group.ranks[group.rank])
-        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._ledger = Ledger(self.state, self.config, logs=self.rank == 0)
 
     @classmethod
     def open(
@@ -84,9 +78,19 @@ class AllReduceFusion:
         """Whether a site returns ``PartialSum``: it is marked, fusion is on, and there is something to add up."""
         return marked and self.config.enabled and self.world_size > 1
 
-    def partial(self, tensor: Any) -> PartialSum:
-        """Mark a tensor as this rank's share of a sum over the group."""
-        return PartialSum(tensor, self)
+    @property
+    def counters(self) -> Counter[Verdict]:
+        """``(op, path, reason) -> calls`` so far, a copy; one call is one reduction of one sum."""
+        return self._ledger.counters()
+
+    @property
+    def site_counters(self) -> Counter[tuple[str, str, str, str]]:
+        """``(site, op, path, reason) -> calls`` so far, a copy. See ``metrics.py`` for Prometheus."""
+        return self._ledger.site_counters()
+
+    def partial(self, tensor: Any, site: str = "") -> PartialSum:
+        """Mark a tensor as this rank's share of a sum over the group. ``site``: the weight prefix to count it under."""
+        return PartialSum(tensor, self, site)
 
     def add_rms_norm(self, partial: PartialSum | Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
         """``residual_out = sum over ranks + residual``; ``norm_out = rms_norm(residual_out) * weight``.
@@ -103,20 +107,23 @@ class AllReduceFusion:
             TypeError, ValueError: operands that no path can take, on every rank alike, before any collective.
             PeerLost, FusionError: a peer died, or brought another shape.
         """
-        x = self._unwrap(partial)
-        decision = self._decide(Op.ADD_RMS_NORM, x, residual, weight)
+        x, site = self._unwrap(partial, "")
+        decision = self._ledger.decide(Op.ADD_RMS_NORM, x, residual, weight, site)
         if decision.path is Path.FUSED:
             return self._fused_add_rms_norm(x, residual, weight, eps)
         if decision.path is Path.EMPTY:
             return _no_rows(x), _no_rows(x)
         return self._plain.add_rms_norm(x, residual, weight, eps)
 
-    def all_reduce(self, partial: PartialSum | Any) -> Any:
-        """The sum over ranks as a new tensor of the same shape and dtype (the operand itself on one rank)."""
-        x = self._unwrap(partial)
+    def all_reduce(self, partial: PartialSum | Any, site: str = "") -> Any:
+        """The sum over ranks as a new tensor of the same shape and dtype (the operand itself on one rank).
+
+        ``site``: the weight prefix to count it under; a ``PartialSum`` brings its own.
+        """
+        x, site = self._unwrap(partial, site)
         if self.world_size == 1:
             return x
-        decision = self._decide(Op.ALL_REDUCE, x, None, None)
+        decision = self._ledger.decide(Op.ALL_REDUCE, x, None, None, site)
         if decision.path is Path.FUSED:
             rows = x if x.is_contiguous() else x.contiguous()
             if rows.ndim == 2:
@@ -151,12 +158,12 @@ class AllReduceFusion:
         has_residual: bool = True,
     ) -> Decision:
         """What a call would do and why, without doing it. Not collective. ``weight_dtype`` None: as ``dtype``."""
-        self._check_open()
+        self._ledger.check_open()
         return decide(Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual), self.state, self.config)
 
     def freeze(self) -> None:
         """Promise that the workspace's addresses stay until ``close``: call it once graphs were captured."""
-        self._check_open()
+        self._ledger.check_open()
         if self._workspace is not None:
             self._workspace.frozen = True
 
@@ -166,7 +173,7 @@ class AllReduceFusion:
         if self._closed:
             return
         self._closed = True
-        self._known.clear()
+        self._ledger.close()
         if held is not None:
             held.release()
         if self._owns_group:
@@ -183,10 +190,6 @@ class AllReduceFusion:
         assert self._workspace is not None  # FUSED was decided
         return self._workspace.backend
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise WorkspaceError("this AllReduceFusion is closed; open a new one")
-
     def _fused_add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         if not x.is_contiguous():
             x = x.contiguous()
@@ -198,68 +201,14 @@ class AllReduceFusion:
         norm, total = self._backend.add_rms_norm(x.reshape(flat), residual.reshape(flat), weight, eps)
         return norm.reshape(shape), total.reshape(shape)
 
-    def _unwrap(self, partial: PartialSum | Any) -> Any:
+    def _unwrap(self, partial: PartialSum | Any, site: str) -> tuple[Any, str]:
         if not isinstance(partial, PartialSum):
-            return partial
+            return partial, site
         if partial.fusion.group.ranks != self.group.ranks:
             raise ValueError(f"the sum is owed by ranks {partial.fusion.group.ranks}, not by {self.group.ranks}")
-        return partial.take()
-
-    def _decide(self, op: Op, x: Any, residual: Any | None, weight: Any | None) -> Decision:
-        """Decided once for each kind of operand and each weight; later calls cost one look-up, 2 us."""
-        key = (
-            op,
-            tuple(x.shape),
-            _dtype_code(x),
-            None if residual is None else (tuple(residual.shape), _dtype_code(residual)),
-            id(weight),
-        )
-        known = self._known.get(key)
-        if known is None:
-            known = self._learn(key, op, x, residual, weight)
-        self.counters[known.counter] += 1
-        return known.decision
-
-    def _learn(self, key: tuple[Any, ...], op: Op, x: Any, residual: Any | None, weight: Any | None) -> "_Known":
-        self._check_open()
-        _check_operands(op, x, residual, weight)
-        weight_dtype = None if weight is None else _DTYPE_NAMES[weight.dtype]
-        request = Request(op, key[1], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None)
-        decision = decide(request, self.state, self.config)
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        known = _Known(decision, (op.value, decision.path.value, decision.reason.value), weight)
-        self._known[key] = known
-        return known
-
-
-class _Known(NamedTuple):
-    """A decision, its counter, and the weight that the key names by ``id``: held, so that no other gets that id."""
-
-    decision: Decision
-    counter: tuple[str, str, str]
-    weight: Any
-
-
-def _dtype_code(tensor: Any) -> int:
-    """Equal for equal dtypes. Paddle 3 has one object a dtype; in 2.6 comparing two costs as much as all else here."""
-    dtype = tensor.dtype
-    return id(dtype) if _DTYPES_ARE_SINGLE else dtype.value
+        return partial.take(), partial.site
 
 
 def _no_rows(x: Any) -> Any:
     """A new tensor like ``x``, which has no elements: Paddle 2.6 can't clone such a one."""
     return paddle.empty(x.shape, dtype=x.dtype)
-
-
-def _check_operands(op: Op, x: Any, residual: Any | None, weight: Any | None) -> None:
-    """Refuse what no path can take. Shapes and dtypes are equal on all ranks, so all of them refuse together."""
-    for name, operand in (("input", x), ("residual", residual), ("weight", weight)):
-        if operand is not None and operand.dtype not in _DTYPE_NAMES:
-            raise TypeError(f"{op.value}: {name} is {operand.dtype}; it must be one of {', '.join(DTYPES)}")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{op.value}: residual is {residual.shape} and the input {x.shape}; they must be equal")
-    if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(f"{op.value}: residual is {residual.dtype} and the input {x.dtype}; cast one to the other's")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"{op.value}: weight is {weight.shape} and the input {x.shape}; it must be {x.shape[-1:]}")

@@ -15,11 +15,13 @@ class PartialSum:
     a tensor, and anything else is a ``TypeError``. It can be consumed once, so "reduced twice" can't be written down.
     """
 
-    __slots__ = ("_tensor", "fusion")
+    __slots__ = ("_tensor", "fusion", "site")
 
-    def __init__(self, tensor: Any, fusion: "AllReduceFusion") -> None:
+    def __init__(self, tensor: Any, fusion: "AllReduceFusion", site: str = "") -> None:
+        """``site``: the weight prefix of the layer that owes the sum, for the counters."""
         self._tensor = tensor
         self.fusion = fusion
+        self.site = site
 
     @property
     def shape(self) -> list[int]:
@@ -31,7 +33,7 @@ class PartialSum:
 
     def complete(self) -> Any:
         """The sum over the group, as a new tensor of the same shape and dtype. Every rank of the group must call it."""
-        return self.fusion.all_reduce(self.take())
+        return self.fusion.all_reduce(self.take(), self.site)
 
     def take(self) -> Any:
         """Hand over the unreduced tensor. Whoever calls this owes the reduction; a second call raises."""

@@ -29,10 +29,10 @@ class FakeTp:
     def defers(self, marked):
         return marked and self.deferring
 
-    def partial(self, tensor):
-        return PartialSum(tensor, self)
+    def partial(self, tensor, site=""):
+        return PartialSum(tensor, self, site)
 
-    def all_reduce(self, tensor):
+    def all_reduce(self, tensor, site=""):
         self.reduced.append(list(tensor.shape))
         return tensor
 

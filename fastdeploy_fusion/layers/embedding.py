@@ -23,7 +23,7 @@ class _VocabSharded(WeightedLayer):
         if vocab_size <= 0 or hidden_size <= 0:
             raise ValueError(f"{prefix!r} is [{vocab_size}, {hidden_size}]; both sizes must be positive")
         self.vocab_size, self.hidden_size, self.tp = vocab_size, hidden_size, tp
-        self.key = f"{prefix}.weight"
+        self.prefix, self.key = prefix, f"{prefix}.weight"
         self.local_rows = -(-vocab_size // tp.world_size)
         self.first_row = min(tp.rank * self.local_rows, vocab_size)
         self.stored_rows = min(self.first_row + self.local_rows, vocab_size) - self.first_row
@@ -64,7 +64,8 @@ class VocabParallelEmbedding(_VocabSharded):
         held = paddle.logical_and(local >= 0, local < self.stored_rows)
         rows = F.embedding(paddle.where(held, local, paddle.zeros_like(local)), self.weight)
         mask = held.unsqueeze(-1).astype("float32")
-        return self.tp.all_reduce((ops.widen(rows) * mask.astype(ops.widen(rows).dtype)).astype(rows.dtype))
+        own = (ops.widen(rows) * mask.astype(ops.widen(rows).dtype)).astype(rows.dtype)
+        return self.tp.all_reduce(own, self.prefix)
 
 
 class ParallelLMHead(_VocabSharded):

@@ -43,7 +43,7 @@ class RowParallelLinear(WeightedLayer):
         self.bias = empty_parameter([output_size], dtype) if with_bias and tp.rank == 0 else None
 
     def forward(self, x: Any) -> Any:
-        return settle(ops.linear(x, self.weight, self.bias), self.owed, self.tp)
+        return settle(ops.linear(x, self.weight, self.bias), self.owed, self.tp, self.prefix)
 
     def own_tensors(self) -> list[TensorSpec]:
         rows, local = slice(0, self.output_size), slice(0, self.weight.shape[1])

@@ -86,7 +86,7 @@ class FusedMoE(WeightedLayer):
         out = self._routed(x, *self.router(x)) if x.shape[0] else paddle.zeros_like(x)
         if self.shared is not None:
             out = ops.add(out, self.shared(x))
-        return settle(out, self.owed, self.tp)
+        return settle(out, self.owed, self.tp, self.prefix)
 
     def _routed(self, x: Any, weights: Any, expert_ids: Any) -> Any:
         """Each token's weighted sum over its local experts, in float32 up to the rounding at the end.

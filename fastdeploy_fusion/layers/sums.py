@@ -29,8 +29,8 @@ def owed_sum(site: Site, tp: "AllReduceFusion", reduce_results: bool) -> Owed:
     return Owed.DEFERRED if site.marked and tp.defers(True) else Owed.REDUCED
 
 
-def settle(partial: Any, owed: Owed, tp: "AllReduceFusion") -> Any:
-    """A raw partial sum, turned into what the layer returns."""
+def settle(partial: Any, owed: Owed, tp: "AllReduceFusion", site: str) -> Any:
+    """A raw partial sum, turned into what the layer returns. ``site``: the layer's weight prefix, for the counters."""
     if owed is Owed.RAW:
         return partial
-    return tp.partial(partial) if owed is Owed.DEFERRED else tp.all_reduce(partial)
+    return tp.partial(partial, site) if owed is Owed.DEFERRED else tp.all_reduce(partial, site)

@@ -12,10 +12,10 @@ PACKAGE = "fastdeploy_fusion"
 
 # From the ground up. A module may import from its own layer and from those below; no cycles inside a layer.
 LAYERS = [
-    {"errors", "config", "env", "faults", "sites", "policy", "deadline", "topology"},
+    {"errors", "config", "env", "faults", "sites", "policy", "deadline", "topology", "metrics"},
     {"launch", "channel", "groups", "partial", "reference"},
     {"backends"},
-    {"probe", "self_test", "opening", "workspace", "fusion", "parallel"},
+    {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel"},
     {"layers"},
     {"checkpoint", "weights", "integrations", "models"},
     {"supervise", "cli", "__main__"},
