@@ -26,10 +26,15 @@ def make_dense(config: ModelConfig, *, parallel: "Parallel", prefix: str, dtype:
 def make_moe(hidden_size: int, moe: MoeConfig, *, parallel: "Parallel", prefix: str, dtype: str) -> FusedMoE:
     """The expert block of GLM4-MoE and DeepSeek-V3: ``noaux_tc`` router, experts, shared experts as one gated MLP."""
     shared = None
-    if moe.num_shared_experts:
-        width = moe.intermediate_size * moe.num_shared_experts
-        shared_prefix = f"{prefix}.shared_experts"
-        shared = GatedMLP(hidden_size, width, tp=parallel.moe, prefix=shared_prefix, reduce_results=False, dtype=dtype)
+    if moe.shared_size:
+        shared = GatedMLP(
+            hidden_size,
+            moe.shared_size,
+            tp=parallel.moe,
+            prefix=f"{prefix}.shared_experts",
+            reduce_results=False,
+            dtype=dtype,
+        )
     return FusedMoE(
         hidden_size,
         moe.intermediate_size,
@@ -38,7 +43,7 @@ def make_moe(hidden_size: int, moe: MoeConfig, *, parallel: "Parallel", prefix: 
         prefix=fusable(f"{prefix}.experts"),
         router=make_noaux_tc_router(hidden_size, moe, prefix),
         shared=shared,
-        placement=ExpertPlacement.dealt(moe.num_experts, parallel.place, parallel.config),
+        placement=place_experts(moe, parallel),
         dtype=dtype,
     )
 
@@ -55,3 +60,8 @@ def make_noaux_tc_router(hidden_size: int, moe: MoeConfig, prefix: str) -> NoAux
         routed_scaling_factor=moe.routed_scaling_factor,
         prefix=f"{prefix}.gate",
     )
+
+
+def place_experts(moe: MoeConfig, parallel: "Parallel") -> ExpertPlacement:
+    """Which experts this rank holds under the layout."""
+    return ExpertPlacement.dealt(moe.num_experts, parallel.place, parallel.config)

@@ -72,7 +72,8 @@ class CausalLM(WeightedLayer):
 
     def make_rotary(self) -> RotaryEmbedding | None:
         """How queries and keys are rotated; None: not at all."""
-        return RotaryEmbedding(self.config.rotary_dim, self.config.rope_theta)
+        c = self.config
+        return RotaryEmbedding(c.rotary_dim, c.rope_theta, interleaved=c.rope_interleaved, yarn=c.yarn)
 
     def new_cache(self, num_slots: int, max_tokens: int) -> Any:
         """An empty cache for ``num_slots`` sequences of up to ``max_tokens`` on this rank."""

@@ -1,36 +1,63 @@
 """What a checkpoint's ``config.json`` says about its model, in one frozen, checked shape."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fastdeploy_fusion.errors import CheckpointError
+from fastdeploy_fusion.layers import LatentSizes, MambaSizes, YarnScaling
+
+from .hf_json import architecture_of, eos_ids, number, positive, required, rope_settings
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     # What transformers' config class assumes when the file leaves a key out.
     "Glm4MoeForCausalLM": {"partial_rotary_factor": 0.5},
+    "DeepseekV3ForCausalLM": {"rope_interleave": True},
+    # Not in the file: the family always normalises queries and keys.
+    "Qwen3MoeForCausalLM": {"norm_topk_prob": False, "use_qk_norm": True},
+    "NemotronHForCausalLM": {"hidden_act": "silu"},
+}
+
+MIXERS = {
+    # In ``hybrid_override_pattern``, and in both generations of ``layers_block_type``.
+    "mamba": ("M", "mamba", "linear_attention"),
+    "attention": ("*", "attention", "full_attention"),
+    "mlp": ("-", "mlp"),
+    "moe": ("E", "moe"),
 }
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Routed and shared experts. The first ``first_k_dense_replace`` layers have a dense MLP instead."""
+    """Routed and shared experts. A layer has them if it is not among the first ``first_k_dense_replace``, not in
+    ``mlp_only_layers``, and every ``sparse_step``-th; else it has a dense MLP. ``shared_size``: width of all shared
+    experts together. ``latent_size``: the routed experts' own hidden size.
+    """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    num_shared_experts: int = 0
+    shared_size: int = 0
     first_k_dense_replace: int = 0
+    mlp_only_layers: tuple[int, ...] = ()
+    sparse_step: int = 1
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    latent_size: int | None = None
+
+    def in_layer(self, layer_id: int) -> bool:
+        if layer_id < self.first_k_dense_replace or layer_id in self.mlp_only_layers:
+            return False
+        return (layer_id + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a decoder. ``eos_token_ids`` come from ``generation_config.json`` where it has them."""
+    """Sizes and switches of a decoder. ``eos_token_ids`` come from ``generation_config.json`` where it has them.
+
+    ``mixers``: of a hybrid decoder, "mamba", "attention", "mlp" or "moe" for each layer; empty elsewhere.
+    """
 
     architecture: str
     vocab_size: int
@@ -41,14 +68,20 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rotary_dim: int
+    rope_theta: float = 0.0
+    rotary_dim: int = 0
+    rope_interleaved: bool = False
+    yarn: YarnScaling | None = None
     max_position_embeddings: int | None = None
     attention_bias: bool = False
+    mlp_bias: bool = False
     use_qk_norm: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     moe: MoeConfig | None = None
+    latent: LatentSizes | None = None
+    mixers: tuple[str, ...] = ()
+    mamba: MambaSizes | None = None
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
@@ -58,101 +91,119 @@ class ModelConfig:
         """
         values = FAMILY_DEFAULTS.get(architecture_of(values), {}) | values
         _refuse_unsupported(values)
-        rope = _rope(values)
-        heads = _positive(values, "num_attention_heads")
-        hidden_size = _positive(values, "hidden_size")
-        head_dim = int(values.get("head_dim") or hidden_size // heads)
+        mixers = _mixers(values)
+        heads = positive(values, "num_attention_heads")
+        hidden_size = positive(values, "hidden_size")
+        head_dim = int(values.get("head_dim") or values.get("attention_head_dim") or hidden_size // heads)
+        latent = _latent(values)
+        eps_key = "layer_norm_epsilon" if mixers else "rms_norm_eps"
         return cls(
             architecture=architecture_of(values),
-            vocab_size=_positive(values, "vocab_size"),
+            vocab_size=positive(values, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_positive(values, "intermediate_size"),
-            num_hidden_layers=_positive(values, "num_hidden_layers"),
+            intermediate_size=positive(values, "intermediate_size"),
+            num_hidden_layers=len(mixers) or positive(values, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=int(values.get("num_key_value_heads") or heads),
             head_dim=head_dim,
-            rms_norm_eps=float(_required(values, "rms_norm_eps")),
-            rope_theta=float(_required(rope, "rope_theta")),
-            rotary_dim=int(head_dim * float(rope.get("partial_rotary_factor") or 1.0)),
+            rms_norm_eps=float(required(values, eps_key)),
             max_position_embeddings=values.get("max_position_embeddings"),
             attention_bias=bool(values.get("attention_bias", False)),
+            mlp_bias=bool(values.get("mlp_bias", False)),
             use_qk_norm=bool(values.get("use_qk_norm", False)),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            eos_token_ids=_eos(generation or {}) or _eos(values),
+            eos_token_ids=eos_ids(generation or {}) or eos_ids(values),
             moe=_moe(values),
+            latent=latent,
+            mixers=mixers,
+            mamba=_mamba(values) if "mamba" in mixers else None,
+            **({} if mixers else _rotary(values, head_dim if latent is None else latent.qk_rope_head_dim)),
         )
 
 
-def architecture_of(values: dict[str, Any]) -> str:
-    names = values.get("architectures") or []
-    if len(names) != 1:
-        raise CheckpointError(f"config.json has architectures {names!r}; it must name exactly one")
-    return str(names[0])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint; CheckpointError names the file when that fails."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"can't read {path}: {error.strerror}; give the folder of a checkpoint") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download or copy it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, not a JSON object; download or copy it again")
-    return values
-
-
-def _required(values: dict[str, Any], key: str) -> Any:
-    if values.get(key) is None:
-        raise CheckpointError(f"config.json has no {key!r}, which the model needs; take it from the model's source")
-    return values[key]
-
-
-def _positive(values: dict[str, Any], key: str) -> int:
-    value = _required(values, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive integer")
-    return value
-
-
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings: ``rope_parameters`` first, then the top level, where older files keep them."""
-    nested = values.get("rope_parameters") or {}
-    scaling = values.get("rope_scaling") or {}
-    for source, name in ((nested, "rope_parameters"), (scaling, "rope_scaling")):
-        kind = source.get("rope_type", source.get("type", "default"))
-        if kind != "default":
-            raise CheckpointError(f"{name} of config.json has rope type {kind!r}; only 'default' is implemented")
-    top = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if values.get(key) is not None}
-    return top | {key: value for key, value in nested.items() if value is not None}
+def _rotary(values: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    rope, yarn = rope_settings(values)
+    return {
+        "rope_theta": float(required(rope, "rope_theta")),
+        "rotary_dim": int(head_dim * float(rope.get("partial_rotary_factor") or 1.0)),
+        "rope_interleaved": bool(values.get("rope_interleave", False)),
+        "yarn": yarn,
+    }
 
 
 def _moe(values: dict[str, Any]) -> MoeConfig | None:
-    if values.get("n_routed_experts") is None:
+    keys = ("n_routed_experts", "num_experts", "num_local_experts")
+    if all(values.get(key) is None for key in keys):
         return None
+    intermediate_size = positive(values, "moe_intermediate_size")
+    shared = int(values.get("n_shared_experts") or 0)
+    shared_size = int(values.get("moe_shared_expert_intermediate_size") or shared * intermediate_size)
+    latent_size = values.get("moe_latent_size")
     return MoeConfig(
-        num_experts=_positive(values, "n_routed_experts"),
-        num_experts_per_tok=_positive(values, "num_experts_per_tok"),
-        intermediate_size=_positive(values, "moe_intermediate_size"),
-        num_shared_experts=int(values.get("n_shared_experts") or 0),
+        num_experts=positive(values, *keys),
+        num_experts_per_tok=positive(values, "num_experts_per_tok"),
+        intermediate_size=intermediate_size,
+        shared_size=shared_size if shared else 0,
         first_k_dense_replace=int(values.get("first_k_dense_replace") or 0),
+        mlp_only_layers=tuple(values.get("mlp_only_layers") or ()),
+        sparse_step=int(values.get("decoder_sparse_step") or 1),
         n_group=int(values.get("n_group") or 1),
         topk_group=int(values.get("topk_group") or 1),
         norm_topk_prob=bool(values.get("norm_topk_prob", True)),
         routed_scaling_factor=float(values.get("routed_scaling_factor") or 1.0),
+        latent_size=None if latent_size is None else int(latent_size),
     )
 
 
-def _eos(values: dict[str, Any]) -> tuple[int, ...]:
-    eos = values.get("eos_token_id")
-    if eos is None:
+def _latent(values: dict[str, Any]) -> LatentSizes | None:
+    if values.get("kv_lora_rank") is None:
+        return None
+    return LatentSizes(
+        q_lora_rank=None if values.get("q_lora_rank") is None else positive(values, "q_lora_rank"),
+        kv_lora_rank=positive(values, "kv_lora_rank"),
+        qk_nope_head_dim=positive(values, "qk_nope_head_dim"),
+        qk_rope_head_dim=positive(values, "qk_rope_head_dim"),
+        v_head_dim=positive(values, "v_head_dim"),
+    )
+
+
+def _mixers(values: dict[str, Any]) -> tuple[str, ...]:
+    """Of a hybrid decoder: ``layers_block_type``, a list of words, or ``hybrid_override_pattern``, a letter a layer."""
+    listed = values.get("layers_block_type") or list(values.get("hybrid_override_pattern") or "")
+    if not listed:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    names = {word: mixer for mixer, words in MIXERS.items() for word in words}
+    unknown = sorted({str(word) for word in listed if word not in names})
+    if unknown:
+        raise CheckpointError(f"config.json has mixers {', '.join(unknown)}; known are {', '.join(names)}")
+    if values.get("num_hidden_layers") not in (None, len(listed)):
+        raise CheckpointError(
+            f"config.json lists {len(listed)} mixers and has num_hidden_layers {values['num_hidden_layers']}; "
+            "make them equal"
+        )
+    return tuple(names[word] for word in listed)
+
+
+def _mamba(values: dict[str, Any]) -> MambaSizes:
+    """The second names are those of configs written for the first release."""
+    low, high = values.get("time_step_limit") or values.get("mamba_dt_limit") or (0.0, float("inf"))
+    return MambaSizes(
+        num_heads=positive(values, "mamba_num_heads"),
+        head_dim=positive(values, "mamba_head_dim"),
+        n_groups=positive(values, "n_groups", "mamba_n_groups"),
+        state_size=positive(values, "ssm_state_size"),
+        conv_kernel=positive(values, "conv_kernel", "mamba_d_conv"),
+        chunk_size=positive(values, "chunk_size", "mamba_chunk_size"),
+        with_bias=bool(values.get("use_bias", False)),
+        with_conv_bias=bool(values.get("use_conv_bias", values.get("mamba_conv_bias", True))),
+        dt_limit=(number(low), number(high)),
+    )
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
-    if values.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json has hidden_act {values['hidden_act']!r}; only 'silu' is implemented")
+    known = {"hidden_act": "silu", "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_sliding_window": False}
+    for key, only in known.items():
+        if values.get(key, only) != only:
+            raise CheckpointError(f"config.json has {key} {values[key]!r}; only {only!r} is implemented")
     if values.get("quantization_config"):
         raise CheckpointError("config.json has a quantization_config; give the unquantised (bf16) checkpoint")

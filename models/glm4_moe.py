@@ -29,7 +29,7 @@ class Glm4MoeForCausalLM(CausalLM):
             dtype=dtype,
         )
         mlp: WeightedLayer
-        if c.moe is None or layer_id < c.moe.first_k_dense_replace:
+        if c.moe is None or not c.moe.in_layer(layer_id):
             mlp = make_dense(c, parallel=parallel, prefix=f"{prefix}.mlp", dtype=dtype)
         else:
             mlp = make_moe(c.hidden_size, c.moe, parallel=parallel, prefix=f"{prefix}.mlp", dtype=dtype)

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_fusion.config import ParallelConfig
 from fastdeploy_fusion.errors import CheckpointError
 
-from .config import ModelConfig, architecture_of, read_json
+from .config import ModelConfig
+from .hf_json import architecture_of, read_json
 
 if TYPE_CHECKING:
     from fastdeploy_fusion.fusion import AllReduceFusion
     from fastdeploy_fusion.parallel import Parallel
 
 ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": (".deepseek_v3", "DeepseekV3ForCausalLM"),
     "Glm4MoeForCausalLM": (".glm4_moe", "Glm4MoeForCausalLM"),
+    "NemotronHForCausalLM": (".nemotron_h", "NemotronHForCausalLM"),
+    "Qwen3MoeForCausalLM": (".qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 """Name in ``config.json`` -> module and class here."""
 

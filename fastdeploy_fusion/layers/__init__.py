@@ -6,6 +6,7 @@ from .decoder import DecoderLayer, MixerLayer, complete
 from .embedding import ParallelLMHead, VocabParallelEmbedding
 from .grouped_attention import GroupedQueryAttention
 from .kv_cache import KVCache, PackedBatch
+from .latent_attention import LatentAttention, LatentSizes
 from .linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -13,13 +14,17 @@ from .linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from .mlp import GatedMLP
+from .mamba import MambaMixer, MambaSizes
+from .mlp import GatedMLP, SquaredReluMLP
 from .moe import ExpertPlacement, FusedMoE
 from .norm import RMSNorm
 from .parameter import TensorSpec, WeightedLayer, empty_parameter
 from .pipeline import PipelineStage
 from .rotary import RotaryEmbedding
-from .router import NoAuxTcRouter
+from .router import NoAuxTcRouter, SoftmaxRouter
+from .shards import split_heads
+from .state_cache import StateCache, StateStep
+from .yarn import YarnScaling
 
 __all__ = [
     "AttentionStep",
@@ -31,6 +36,10 @@ __all__ = [
     "GatedMLP",
     "GroupedQueryAttention",
     "KVCache",
+    "LatentAttention",
+    "LatentSizes",
+    "MambaMixer",
+    "MambaSizes",
     "MergedColumnParallelLinear",
     "MixerLayer",
     "NoAuxTcRouter",
@@ -42,9 +51,15 @@ __all__ = [
     "ReplicatedLinear",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "SoftmaxRouter",
+    "SquaredReluMLP",
+    "StateCache",
+    "StateStep",
     "TensorSpec",
     "VocabParallelEmbedding",
     "WeightedLayer",
+    "YarnScaling",
     "complete",
     "empty_parameter",
+    "split_heads",
 ]

@@ -58,7 +58,10 @@ class DecoderLayer(WeightedLayer):
 
 
 class MixerLayer(WeightedLayer):
-    """``x + mixer(norm(x))``: one norm, one sum, of hybrid decoders. ``forward`` as of ``DecoderLayer``."""
+    """``x + mixer(norm(x))``: one norm, one sum, of hybrid decoders. ``forward`` as of ``DecoderLayer``.
+
+    ``reads``: the attribute of the step that the mixer takes besides its input; None: it sees each token alone.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class MixerLayer(WeightedLayer):
         eps: float,
         mixer: WeightedLayer,
         *,
+        reads: str | None,
         tp: "AllReduceFusion",
         prefix: str,
         layer_id: int,
@@ -73,10 +77,11 @@ class MixerLayer(WeightedLayer):
     ) -> None:
         super().__init__()
         self.norm = RMSNorm(hidden_size, eps, tp=tp, prefix=f"{prefix}.norm", dtype=dtype, layer_id=layer_id)
-        self.mixer = mixer
+        self.mixer, self.reads = mixer, reads
 
     def forward(self, hidden: Any, residual: Any, step: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
         hidden, residual = self.norm(hidden, residual)
         if taps is not None:
             taps.append(residual)
-        return self.mixer(hidden, step), residual
+        hidden = self.mixer(hidden) if self.reads is None else self.mixer(hidden, getattr(step, self.reads))
+        return hidden, residual

@@ -54,7 +54,7 @@ class RowParallelLinear(WeightedLayer):
         return specs
 
 
-class _OutputSharded(WeightedLayer):
+class ShardedLinear(WeightedLayer):
     """Rows of one or several stored matrices, stacked in one local weight ``[sum of local rows, input_size]``.
 
     ``parts``: ``(stored prefix, stored rows, slice of them that this rank holds)``.
@@ -87,7 +87,7 @@ class _OutputSharded(WeightedLayer):
         return specs
 
 
-class ReplicatedLinear(_OutputSharded):
+class ReplicatedLinear(ShardedLinear):
     """The whole matrix on every rank: ``x [..., input_size] -> [..., output_size]``."""
 
     def __init__(
@@ -98,7 +98,7 @@ class ReplicatedLinear(_OutputSharded):
         super().__init__(input_size, [(prefix, output_size, slice(0, output_size))], with_bias, dtype)
 
 
-class MergedColumnParallelLinear(_OutputSharded):
+class MergedColumnParallelLinear(ShardedLinear):
     """Several matrices of one input, each split over its output axis, in one matmul.
 
     ``shard_keys`` replace the last segment of ``prefix``: ``model.layers.0.mlp.gate_up_proj`` with
@@ -156,7 +156,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         return self.tp.all_gather(out) if self.gather_output else out
 
 
-class QKVParallelLinear(_OutputSharded):
+class QKVParallelLinear(ShardedLinear):
     """Query, key and value projections of this rank's heads in one matmul.
 
     Result: ``[..., (local_heads + 2 * local_kv_heads) * head_dim]``, queries first, then keys, then values. With fewer

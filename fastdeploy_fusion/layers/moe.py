@@ -44,13 +44,18 @@ class ExpertPlacement:
 
 
 class FusedMoE(WeightedLayer):
-    """Routed experts (SwiGLU) and optional shared ones, owing one sum: ``[num_tokens, hidden]`` in and out.
+    """Routed experts and optional shared ones, owing one sum: ``[num_tokens, hidden]`` in and out.
 
     ``router(x)`` gives float32 weights and expert ids ``[num_tokens, top_k]`` and must choose alike on all ranks.
     ``shared(x)`` gives this rank's unreduced output (its down projection has ``reduce_results=False``); it is added to
     the routed experts' before the one sum. The result is as ``RowParallelLinear``'s: complete, or a ``PartialSum`` at a
-    marked prefix, or raw with ``reduce_results=False``. The weights are ``[local experts, 2 * local_intermediate,
-    hidden]`` (gate, then up) and ``[local experts, hidden, local_intermediate]``.
+    marked prefix, or raw with ``reduce_results=False``.
+
+    ``gated``: experts are SwiGLU, with weights ``[local experts, 2 * local_intermediate, hidden]`` (gate, then up) and
+    ``[local experts, hidden, local_intermediate]``; else squared ReLU, without the gate's half.
+
+    ``narrow`` and ``widen`` take the routed experts' input to, and their output from, a hidden size of their own; that
+    is ``hidden_size`` then. The output is unreduced when it is widened, so ``widen`` must be linear, without a bias.
     """
 
     def __init__(
@@ -64,6 +69,9 @@ class FusedMoE(WeightedLayer):
         router: Callable[[Any], tuple[Any, Any]],
         shared: Callable[[Any], Any] | None = None,
         placement: ExpertPlacement | None = None,
+        gated: bool = True,
+        narrow: Callable[[Any], Any] | None = None,
+        widen: Callable[[Any], Any] | None = None,
         reduce_results: bool = True,
         dtype: str = "float32",
     ) -> None:
@@ -78,12 +86,17 @@ class FusedMoE(WeightedLayer):
         local = self.columns.stop - self.columns.start
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.router, self.shared = router, shared
-        self.gate_up = empty_parameter([len(self.placement.experts), 2 * local, hidden_size], dtype)
+        self.gated, self.narrow, self.widen = gated, narrow, widen
+        self.gate_up = empty_parameter([len(self.placement.experts), (1 + gated) * local, hidden_size], dtype)
         self._views: list[tuple[Any, Any]] = []
         self.down = empty_parameter([len(self.placement.experts), hidden_size, local], dtype)
 
     def forward(self, x: Any) -> Any:
-        out = self._routed(x, *self.router(x)) if x.shape[0] else paddle.zeros_like(x)
+        if x.shape[0]:
+            out = self._routed(x if self.narrow is None else self.narrow(x), *self.router(x))
+            out = out if self.widen is None else self.widen(out)
+        else:
+            out = paddle.zeros_like(x)
         if self.shared is not None:
             out = ops.add(out, self.shared(x))
         return settle(out, self.owed, self.tp, self.prefix)
@@ -126,7 +139,8 @@ class FusedMoE(WeightedLayer):
         if not self._views:  # of the parameters' memory; taking one costs as much as a small matmul
             self._views = [(self.gate_up[i], self.down[i]) for i in range(len(self.placement.experts))]
         gate_up, down = self._views[expert]
-        return ops.linear(ops.swiglu(ops.linear(x, gate_up)), down)
+        inner = ops.linear(x, gate_up)
+        return ops.linear(ops.swiglu(inner) if self.gated else ops.squared_relu(inner), down)
 
     @staticmethod
     def _combine(stacked: Any, weights: Any, order: np.ndarray, num_tokens: int, top_k: int) -> Any:
@@ -148,13 +162,11 @@ class FusedMoE(WeightedLayer):
         for expert in range(self.num_experts):
             i, name = expert - own.start, f"{self.prefix}.{expert}"
             gate_up, down = (self.gate_up, self.down) if expert in own else (None, None)
-            gate_rows, up_rows = (i, slice(0, local), hidden), (i, slice(local, 2 * local), hidden)
+            for at, part in enumerate(("gate_proj", "up_proj") if self.gated else ("up_proj",)):
+                rows = (i, slice(at * local, (at + 1) * local), hidden)
+                specs.append(TensorSpec(f"{name}.{part}.weight", wide, gate_up, rows, (self.columns, hidden)))
             down_part = (i, hidden, slice(0, local))
-            specs += [
-                TensorSpec(f"{name}.gate_proj.weight", wide, gate_up, gate_rows, (self.columns, hidden)),
-                TensorSpec(f"{name}.up_proj.weight", wide, gate_up, up_rows, (self.columns, hidden)),
-                TensorSpec(f"{name}.down_proj.weight", tall, down, down_part, (hidden, self.columns)),
-            ]
+            specs.append(TensorSpec(f"{name}.down_proj.weight", tall, down, down_part, (hidden, self.columns)))
         return specs
 
 

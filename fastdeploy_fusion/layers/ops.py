@@ -66,6 +66,22 @@ def _host_linear(x: Any, weight: Any, bias: Any) -> Any:
     return out if len(leading) == 1 else out.reshape([*leading, out_size])
 
 
+def per_head(x: Any, weight: Any, *, transpose: bool = False) -> Any:
+    """Each head through its own matrix: ``x [rows, heads, n]`` and ``weight [heads, n, m]`` to ``[rows, heads, m]``.
+
+    ``transpose``: the weight is ``[heads, m, n]``. The result has the dtype of ``x``.
+    """
+    if not x.place.is_cpu_place():
+        out = paddle.matmul(x.transpose([1, 0, 2]), cast(weight, x.dtype), transpose_y=transpose)
+        return out.transpose([1, 0, 2])
+    wide_x, wide_weight = cast(x, paddle.float32), cast(weight, paddle.float32)
+    matrices = host_array(wide_weight)
+    matrices = matrices.swapaxes(1, 2) if transpose else matrices
+    out = host_empty([x.shape[0], x.shape[1], matrices.shape[2]])
+    np.matmul(host_array(wide_x).swapaxes(0, 1), matrices, out=host_array(out).swapaxes(0, 1))
+    return cast(out, x.dtype)
+
+
 def add(x: Any, y: Any) -> Any:
     """``x + y`` in the dtype of ``x``."""
     wide_x = widen(x)
@@ -75,6 +91,12 @@ def add(x: Any, y: Any) -> Any:
 def swiglu(x: Any) -> Any:
     """``silu(x[..., :n]) * x[..., n:]`` for ``x [..., 2n]``, in the dtype of ``x``."""
     return F.swiglu(x) if x.dtype == paddle.float32 else cast(F.swiglu(widen(x)), x.dtype)
+
+
+def squared_relu(x: Any) -> Any:
+    """``max(x, 0) ** 2``, in the dtype of ``x``."""
+    positive = F.relu(widen(x))
+    return cast(positive * positive, x.dtype)
 
 
 def cast(tensor: Any, dtype: Any) -> Any:

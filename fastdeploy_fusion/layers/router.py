@@ -70,6 +70,29 @@ class NoAuxTcRouter(WeightedLayer):
         return paddle.where(chosen, grouped, paddle.full_like(grouped, float("-inf"))).reshape(choice.shape)
 
 
+class SoftmaxRouter(WeightedLayer):
+    """The ``top_k`` largest of the softmax over all experts, made to sum to 1 if ``norm_topk_prob``; in float32."""
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, *, top_k: int, norm_topk_prob: bool = True, prefix: str
+    ) -> None:
+        super().__init__()
+        _check_groups(num_experts, top_k, 1, 1)
+        self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
+        self.key = parse_site(prefix).weight_prefix + ".weight"
+        self.weight = empty_parameter([num_experts, hidden_size], "float32")
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        """``x [num_tokens, hidden]`` -> float32 weights and int64 expert ids, both ``[num_tokens, top_k]``."""
+        probabilities = F.softmax(ops.linear(ops.cast(x, paddle.float32), self.weight))
+        weights, expert_ids = paddle.topk(probabilities, self.top_k, axis=-1)
+        return weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, expert_ids
+
+    def own_tensors(self) -> list[TensorSpec]:
+        whole = tuple(slice(0, size) for size in self.weight.shape)
+        return [TensorSpec(self.key, tuple(self.weight.shape), self.weight, whole, whole)]
+
+
 def _check_groups(num_experts: int, top_k: int, n_group: int, topk_group: int) -> None:
     if n_group < 1 or num_experts < 1 or num_experts % n_group:
         raise ValueError(f"n_routed_experts {num_experts} is not a multiple of n_group {n_group}; correct the config")

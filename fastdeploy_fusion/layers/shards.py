@@ -63,6 +63,59 @@ def split_heads(total_heads: int, total_kv_heads: int, rank: int, num_shards: in
     return HeadSplit(q, slice(head, head + 1))
 
 
+@dataclass(frozen=True)
+class MambaSplit:
+    """What one rank computes of a Mamba2 mixer: whole ``groups``, and the ``heads`` that use them, among all.
+
+    ``own_columns``: which of its heads' elements are this rank's to multiply by ``out_proj``. All of them, unless ranks
+    share a group.
+    """
+
+    groups: slice
+    heads: slice
+    head_dim: int
+    own_columns: slice
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups.stop - self.groups.start
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @property
+    def inner(self) -> slice:
+        """Elements of its heads."""
+        return slice(self.heads.start * self.head_dim, self.heads.stop * self.head_dim)
+
+    def states(self, state_size: int) -> slice:
+        """Elements of its groups' ``B`` or ``C``."""
+        return slice(self.groups.start * state_size, self.groups.stop * state_size)
+
+
+def split_mamba(num_heads: int, head_dim: int, n_groups: int, rank: int, num_shards: int) -> MambaSplit:
+    """Split groups evenly, or each over ``num_shards / n_groups`` ranks."""
+    if n_groups <= 0 or num_heads <= 0 or num_heads % n_groups:
+        raise ValueError(
+            f"mamba_num_heads {num_heads} is not a positive multiple of n_groups {n_groups}; correct the model's config"
+        )
+    inner = num_heads * head_dim
+    own = shard_slice(inner, rank, num_shards, "mamba_num_heads * mamba_head_dim")
+    if n_groups % num_shards and num_shards % n_groups:
+        fitting = [n for n in range(1, inner + 1) if not inner % n and not (n_groups % n and n % n_groups)]
+        raise ValueError(
+            f"n_groups {n_groups} is neither a multiple nor a divisor of tensor_parallel_size {num_shards}; "
+            f"choose one of {fitting[:16]}"
+        )
+    sharing = max(1, num_shards // n_groups)
+    groups = shard_slice(n_groups, rank // sharing, num_shards // sharing, "n_groups")
+    per_group = num_heads // n_groups
+    heads = slice(groups.start * per_group, groups.stop * per_group)
+    first = heads.start * head_dim
+    return MambaSplit(groups, heads, head_dim, slice(own.start - first, own.stop - first))
+
+
 def _divisors(total: int) -> str:
     small = [n for n in range(1, min(total, 64) + 1) if total % n == 0]
     return ", ".join(map(str, small))

@@ -61,8 +61,10 @@ def test_end_tokens_come_from_the_generation_config_first():
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0; it must be a positive integer"),
         ({"vocab_size": "many"}, "vocab_size = 'many'"),
         ({"rope_theta": "absent"}, "no 'rope_theta'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling .* 'yarn'; only 'default'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "no 'original_max_position_embeddings'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4}}, "rope_scaling .* 'longrope'; known are .* 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "rope_parameters .* 'linear'"),
+        ({"use_sliding_window": True}, "use_sliding_window True; only False"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only 'silu'"),
         ({"quantization_config": {"bits": 8}}, "quantization_config; give the unquantised"),
         ({"architectures": []}, "must name exactly one"),
@@ -71,6 +73,59 @@ def test_end_tokens_come_from_the_generation_config_first():
 def test_what_can_not_be_used_is_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         read(**changes)
+
+
+HYBRID = {
+    **{key: value for key, value in BASE.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
+    "architectures": ["NemotronHForCausalLM"],
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+}
+WORDS = {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}
+NEW_WORDS = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
+PATTERN = {"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4}
+
+
+def test_the_forms_of_a_hybrids_layers_mean_the_same():
+    config = ModelConfig.from_hf(HYBRID | PATTERN)
+    assert config == ModelConfig.from_hf(HYBRID | WORDS) == ModelConfig.from_hf(HYBRID | NEW_WORDS)
+    assert config.mixers == ("mamba", "mlp", "attention", "moe") and config.num_hidden_layers == 4
+    older = {"mamba_n_groups": 2, "mamba_d_conv": 4, "mamba_chunk_size": 8}
+    renamed = {key: value for key, value in HYBRID.items() if key not in ("n_groups", "conv_kernel", "chunk_size")}
+    assert ModelConfig.from_hf(renamed | older | PATTERN).mamba == config.mamba
+
+
+@pytest.mark.parametrize("limit", [[0.0, float("inf")], [0, "Infinity"], [0.0, {"__float__": "Infinity"}], None])
+def test_an_infinite_step_limit_may_be_written_in_several_ways(limit):
+    assert ModelConfig.from_hf(HYBRID | PATTERN | {"time_step_limit": limit}).mamba.dt_limit == (0.0, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "MX*E"}, "mixers X; known are M, mamba, linear_attention, "),
+        ({"num_hidden_layers": 5}, "lists 4 mixers and has num_hidden_layers 5; make them equal"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'; only 'relu2'"),
+        ({"mamba_num_heads": None}, "no 'mamba_num_heads'"),
+    ],
+)
+def test_what_a_hybrid_can_not_use_is_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(HYBRID | PATTERN | changes)
+
+
+def test_qwen3_has_experts_where_its_config_says():
+    qwen = {key: value for key, value in BASE.items() if key != "n_routed_experts"} | TOP
+    qwen |= {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    for name in ("num_experts", "num_local_experts"):
+        config = ModelConfig.from_hf(qwen | {name: 8})
+        assert [config.moe.in_layer(i) for i in range(6)] == [False, True, False, False, False, True]
+        assert config.use_qk_norm and not config.moe.norm_topk_prob
 
 
 def test_an_unknown_architecture_lists_the_known_and_the_nearest(tmp_path):
