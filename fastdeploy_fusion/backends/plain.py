@@ -24,8 +24,9 @@ class PlainBackend:
     def add_rms_norm(self, partial: Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
         """``residual`` may be None here: the sum itself is normalised."""
         dtype = partial.dtype
-        total = self._group.all_reduce(partial.astype("float32"))
-        norm, residual_out = add_rms_norm(total, residual, weight, eps)
+        # On a GPU the sum travels in its own dtype, half the bytes; gloo on a CPU would round at every hop.
+        share = partial.astype("float32") if partial.place.is_cpu_place() else partial
+        norm, residual_out = add_rms_norm(self._group.all_reduce(share), residual, weight, eps)
         return norm.astype(dtype), residual_out.astype(dtype)
 
     def all_reduce(self, partial: Any) -> Any:
