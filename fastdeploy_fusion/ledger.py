@@ -42,8 +42,8 @@ class Ledger:
             TypeError, ValueError: operands that no path can take.
             WorkspaceError: the fusion is closed.
         """
+        # Without ``op``: only the norm has a weight, and hashing an Enum costs as much as the rest of the key.
         key = (
-            op,
             tuple(x.shape),
             _dtype_code(x),
             None if residual is None else (tuple(residual.shape), _dtype_code(residual)),
@@ -76,7 +76,7 @@ class Ledger:
         self.check_open()
         _check_operands(op, x, residual, weight)
         weight_dtype = None if weight is None else _DTYPE_NAMES[weight.dtype]
-        request = Request(op, key[1], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None)
+        request = Request(op, key[0], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None)
         decision = decide(request, self.state, self.config)
         verdict = (op.value, decision.path.value, decision.reason.value)
         if verdict not in self._calls:
