@@ -15,6 +15,11 @@ VARIABLES = (
     Variable("FDFUSION_OPEN_TIMEOUT_S", "20", "seconds that one start-up step of a workspace may take on any rank"),
     Variable("FDFUSION_JOIN_TIMEOUT_S", "600", "seconds that ranks may come to open() apart, as after uneven loading"),
     Variable("FDFUSION_CALL_TIMEOUT_S", "30", "seconds that a rank waits for its peers inside a collective on the CPU"),
+    Variable(
+        "FDFUSION_TUNED_TABLE",
+        "",
+        "table of measured token limits that open() reads; empty: tuned.json in the user's cache folder; off: none",
+    ),
     Variable("FDFUSION_LOG_LEVEL", "INFO", "level of the log that the command line writes to stderr"),
     Variable("FDFUSION_DEBUG", "0", "1: the command line shows tracebacks instead of one-line errors"),
     Variable(

@@ -6,19 +6,42 @@ channel of its own: a rank that fails there hangs up, its peers notice at once, 
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle.base import core
 
-from . import env, faults, probe, self_test
+from . import env, faults, probe, self_test, tuned
 from .backends import Backend, BackendModule, WorkspacePlan, module_of
 from .config import FusionConfig
 from .deadline import run_within
 from .errors import PeerLost, WorkspaceError
 from .groups import RankGroup
 from .policy import limit_tokens
+
+log = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """A live backend, the plan that it was made for, and what its token limits depend on: the GPUs' compute capability
+    (90) and the measured limits that all ranks use (``tuned.agree``)."""
+
+    backend: Backend
+    plan: WorkspacePlan
+    sm: int | None
+    tuned: dict[str, Any]
+
+
+def token_limits(
+    config: FusionConfig, plan: WorkspacePlan, sm: int | None = None, view: dict[str, Any] | None = None
+) -> tuple[int, int]:
+    """The limits of add_rms_norm and of a sum alone, for the plan's shape. Pure."""
+    measured = tuned.limits_of(view, plan.world_size, plan.hidden_size, plan.dtype)
+    case = (config, sm, plan.world_size, plan.hidden_size, plan.dtype)
+    norm = measured.get("add_rms_norm")
+    return limit_tokens(*case, norm), limit_tokens(*case, measured.get("all_reduce", norm))
 
 
 class StandDown(Exception):
@@ -32,25 +55,30 @@ def refuse_capture() -> None:
 
 
 def open_backend(
-    group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan
-) -> tuple[Backend, WorkspacePlan, int | None]:
-    """The live backend, the plan that it was made for, and the GPUs' compute capability (90). Collective.
+    group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan, *, is_regrown: bool = False
+) -> Opened:
+    """The live backend and what its users' token limits depend on. Collective.
+
+    ``is_regrown``: the plan's token limit is final, as it covers users whose limits are known.
 
     Raises:
         StandDown: on all ranks alike, with one reason that names the rank.
         PeerLost: a rank died, or hung where it can't be left behind.
     """
     group.channel.exchange(None, f"open {name}", env.seconds("FDFUSION_JOIN_TIMEOUT_S"))
-    opening = _Opening(group, config, name, plan)
+    opening = _Opening(group, config, name, plan, is_regrown)
     try:
-        return opening.run(), opening.plan, opening.sm
+        return Opened(opening.run(), opening.plan, opening.sm, opening.tuned)
     except BaseException:
         opening.abandon()
         raise
 
 
 class _Opening:
-    def __init__(self, group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan) -> None:
+    def __init__(
+        self, group: RankGroup, config: FusionConfig, name: str, plan: WorkspacePlan, is_regrown: bool
+    ) -> None:
+        self.is_regrown = is_regrown
         self.group = group
         self.config = config
         self.name = name
@@ -63,12 +91,14 @@ class _Opening:
         self.made: list[Backend] = []
         self.fork: RankGroup | None = None
         self.sm: int | None = None
+        self.tuned: dict[str, Any] = tuned.no_view(None)
 
     def run(self) -> Backend:
         module = self.module
         facts = self._agree("probe", lambda: probe.rank_facts(self.name, self.config, self.plan))
         self.sm = facts[0].get("sm")
-        self._fix_limit()
+        if not self.is_regrown:  # else its users' limits were known, and the plan covers them all
+            self._fix_limit([fact["tuned"] for fact in facts])
         refusals = self._agree("decide", lambda: [probe.compare(facts) or module.refuse(facts, self.plan)])
         if refusals[0][0] is not None:
             raise StandDown(refusals[0][0])
@@ -82,12 +112,14 @@ class _Opening:
         self.fork.timeout_s = backend.timeout_s = self.group.timeout_s
         return _WithFork(backend, self.fork)
 
-    def _fix_limit(self) -> None:
-        """The built-in limit depends on the GPU, which is known from here on."""
-        if self.sm is not None:
-            p = self.plan
-            limit = limit_tokens(self.config, self.sm, p.world_size, p.hidden_size, p.dtype)
-            self.plan = dataclasses.replace(p, num_max_tokens=limit)
+    def _fix_limit(self, views: list[dict[str, Any]]) -> None:
+        """Limits depend on the GPU and on a measured table: both are known, and equal on all ranks, from here on."""
+        self.tuned = tuned.agree(views)
+        if self.group.rank == 0 and self.config.num_max_tokens is None:
+            for note in tuned.notes(views):
+                log.warning(note)
+        limit = max(1, *token_limits(self.config, self.plan, self.sm, self.tuned))
+        self.plan = dataclasses.replace(self.plan, num_max_tokens=limit)
 
     def _create(self, module: BackendModule) -> str:
         assert self.fork is not None

@@ -82,8 +82,14 @@ class GroupState:
     backend: str = "plain"
     hidden_size: int = 0
     num_max_tokens: int = 0
+    all_reduce_max_tokens: int | None = None  # where a sum without a norm has a limit of its own
     dtypes: tuple[str, ...] = DTYPES
     deterministic: bool = False
+
+    def limit(self, op: Op) -> int:
+        """More tokens than this take the plain path."""
+        own = self.all_reduce_max_tokens if op is Op.ALL_REDUCE else None
+        return self.num_max_tokens if own is None else own
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,8 @@ def _refuse_call(request: Request, state: GroupState, num_tokens: int) -> tuple[
     row_bytes = hidden_size * ITEMSIZE[request.dtype]
     if row_bytes % VECTOR_BYTES:
         return Reason.ALIGNMENT, f"{hidden_size} x {request.dtype} = {row_bytes} bytes"
-    if num_tokens > state.num_max_tokens:
-        return Reason.TOKEN_LIMIT, f"{num_tokens} > {state.num_max_tokens}"
+    if num_tokens > state.limit(request.op):
+        return Reason.TOKEN_LIMIT, f"{num_tokens} > {state.limit(request.op)}"
     if request.op is Op.ADD_RMS_NORM:
         return _refuse_norm(request)
     return None
@@ -148,14 +154,19 @@ def _refuse_norm(request: Request) -> tuple[Reason, str] | None:
     return None
 
 
-def limit_tokens(config: FusionConfig, sm: int | None, world_size: int, hidden_size: int, dtype: str) -> int:
-    """The token limit of a group: the user's, else the built-in table's for the GPU (``sm``), else 2048.
+def limit_tokens(
+    config: FusionConfig, sm: int | None, world_size: int, hidden_size: int, dtype: str, tuned: int | None = None
+) -> int:
+    """The token limit of a group: the user's, else the ``tuned`` one that was measured for this very case (0: the fused
+    path never pays), else the built-in table's for the GPU (``sm``), else 2048.
 
     Args:
         sm: compute capability as 90 or 100; None on a CPU.
     """
     if config.num_max_tokens is not None:
         return config.num_max_tokens
+    if tuned is not None:
+        return tuned
     limit_bytes = LIMIT_BYTES.get((sm, world_size)) if sm is not None else None
     if limit_bytes is None:
         return DEFAULT_NUM_MAX_TOKENS

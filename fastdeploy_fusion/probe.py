@@ -5,8 +5,12 @@ from typing import Any
 
 import paddle
 
+from . import tuned
 from .backends import WorkspacePlan, module_of
 from .config import FusionConfig
+
+_TIMING_VERSIONS = {"shm": "1"}
+"""Versions of our own backends for measured limits: raised when a change moves the crossover."""
 
 
 def device() -> str:
@@ -17,6 +21,22 @@ def device() -> str:
 def settings(config: FusionConfig, plan: WorkspacePlan) -> dict[str, Any]:
     """What all ranks of a group must hold alike."""
     return {**config.to_dict(), "hidden_size": plan.hidden_size, "dtype": plan.dtype}
+
+
+def device_name(device: str, facts: dict[str, Any]) -> str:
+    """The processor or GPU that measured limits hold for: ``AMD EPYC 9654, 8 cores`` or ``NVIDIA H200``."""
+    if device.startswith("gpu"):
+        name = str(paddle.device.cuda.get_device_name(int(device.partition(":")[2] or 0)))
+        return f"{name}, SM{facts['sm']}" if "sm" in facts else name
+    with open("/proc/cpuinfo") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return f"{models[0] if models else 'unknown processor'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def tuning_conditions(backend: str, facts: dict[str, Any]) -> dict[str, str]:
+    """What a measured limit holds for on this rank."""
+    version = f"{facts['flashinfer']} ({facts['way']})" if "flashinfer" in facts else _TIMING_VERSIONS.get(backend, "1")
+    return tuned.conditions(device_name(facts["device"], facts), backend, version, facts["paddle"])
 
 
 def rank_facts(backend: str, config: FusionConfig, plan: WorkspacePlan) -> dict[str, Any]:
@@ -32,6 +52,10 @@ def rank_facts(backend: str, config: FusionConfig, plan: WorkspacePlan) -> dict[
     except Exception as error:
         # A backend's probe must not raise; one that does must not take the engine down with it.
         facts["refusal"] = f"probing {backend} failed: {type(error).__name__}: {error}"
+    try:
+        facts["tuned"] = tuned.rank_view(tuning_conditions(backend, facts))
+    except Exception as error:
+        facts["tuned"] = tuned.no_view(f"this machine can't be told: {type(error).__name__}: {error}")
     return facts
 
 

@@ -8,13 +8,14 @@ afterwards graphs hold its addresses, and a user that needs more gets the plain 
 import dataclasses
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from . import faults, opening, probe
 from .backends import Backend, WorkspacePlan, module_of, resolve
 from .config import FusionConfig
 from .groups import RankGroup
 from .opening import StandDown
-from .policy import GroupState, limit_tokens
+from .policy import GroupState
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +35,17 @@ class Workspace:
     users: int = 0
     frozen: bool = False
     sm: int | None = None
+    tuned: dict[str, Any] | None = None
 
-    def state_for(self, plan: WorkspacePlan) -> GroupState:
+    def state_for(self, plan: WorkspacePlan, limits: tuple[int, int] | None = None) -> GroupState:
         """What the policy needs to know for a user with this plan. Equal on all ranks, as plans and verdicts are."""
         return GroupState(
             world_size=plan.world_size,
             unavailable=self.unavailable if self.plan.covers(plan) else self._too_small(plan),
             backend=self.backend_name,
             hidden_size=plan.hidden_size,
-            num_max_tokens=plan.num_max_tokens,
+            num_max_tokens=limits[0] if limits else plan.num_max_tokens,
+            all_reduce_max_tokens=limits[1] if limits else None,
             deterministic=self.backend is not None and self.backend.deterministic,
         )
 
@@ -74,8 +77,8 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
         WorkspaceError: a graph is being captured.
         PeerLost: a rank died or hung beyond rescue.
     """
-    plan = WorkspacePlan(group.size, hidden_size, dtype, limit_tokens(config, None, group.size, hidden_size, dtype))
     key = (group.ranks, dtype == "float32")
+    plan, _ = _plan_for(WorkspacePlan(group.size, hidden_size, dtype, 1), config, _open_workspaces.get(key))
     if not config.enabled or group.size == 1 or config.backend == "plain":
         reason = "the plain backend was asked for" if config.enabled and config.backend == "plain" else None
         workspace = Workspace(((), False), plan, "plain", reason, users=1)
@@ -83,9 +86,16 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
     opening.refuse_capture()
     workspace = _shared(group, config, plan, key)
     workspace.users += 1
-    # The limit of the built-in table needs the GPU, which start-up has gathered by now.
-    limit = limit_tokens(config, workspace.sm, group.size, hidden_size, dtype)
-    return workspace, workspace.state_for(dataclasses.replace(plan, num_max_tokens=limit))
+    # Limits need the GPU and the measured table, which start-up has gathered by now.
+    return workspace, workspace.state_for(*_plan_for(plan, config, workspace))
+
+
+def _plan_for(
+    plan: WorkspacePlan, config: FusionConfig, workspace: Workspace | None
+) -> tuple[WorkspacePlan, tuple[int, int]]:
+    """The plan with the larger of its token limits, and both limits; as far as the workspace knows what they need."""
+    limits = opening.token_limits(config, plan, *((workspace.sm, workspace.tuned) if workspace else ()))
+    return dataclasses.replace(plan, num_max_tokens=max(1, *limits)), limits
 
 
 def _shared(group: RankGroup, config: FusionConfig, plan: WorkspacePlan, key: Key) -> Workspace:
@@ -105,8 +115,9 @@ def _fill(workspace: Workspace, group: RankGroup, config: FusionConfig, plan: Wo
     name = workspace.backend_name
     rank = f"rank {group.rank} (global {group.ranks[group.rank]})"
     try:
-        backend, workspace.plan, workspace.sm = opening.open_backend(group, config, name, plan)
-        workspace.backend = faults.sabotage(backend, group.ranks[group.rank])
+        opened = opening.open_backend(group, config, name, plan, is_regrown=workspace.tuned is not None)
+        workspace.plan, workspace.sm, workspace.tuned = opened.plan, opened.sm, opened.tuned
+        workspace.backend = faults.sabotage(opened.backend, group.ranks[group.rank])
     except StandDown as stand_down:
         workspace.unavailable = f"{name}: {stand_down}"
         log.warning("%s: no fused all-reduce for ranks %s, %s", rank, list(group.ranks), workspace.unavailable)

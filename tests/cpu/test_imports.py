@@ -12,12 +12,12 @@ PACKAGE = "fastdeploy_fusion"
 
 # From the ground up. A module may import from its own layer and from those below; no cycles inside a layer.
 LAYERS = [
-    {"errors", "config", "env", "faults", "sites", "policy", "deadline", "topology", "metrics"},
+    {"errors", "config", "env", "faults", "sites", "policy", "tuned", "deadline", "topology", "metrics"},
     {"launch", "channel", "groups", "partial", "reference"},
     {"backends"},
     {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel"},
     {"layers"},
-    {"checkpoint", "weights", "integrations", "models"},
+    {"checkpoint", "weights", "integrations", "models", "tuning"},
     {"supervise", "cli", "__main__"},
     {"__init__"},  # the public names, each imported when first asked for
 ]
