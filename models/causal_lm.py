@@ -11,6 +11,8 @@ from fastdeploy_fusion.layers import (
     DecoderLayer,
     KVCache,
     PackedBatch,
+    PagedKVCache,
+    PageTable,
     ParallelLMHead,
     PipelineStage,
     RMSNorm,
@@ -77,14 +79,21 @@ class CausalLM(WeightedLayer):
 
     def new_cache(self, num_slots: int, max_tokens: int) -> Any:
         """An empty cache for ``num_slots`` sequences of up to ``max_tokens`` on this rank."""
-        return KVCache(
-            layers=self.stage.layers,
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            kv_heads=self.layers[0].self_attn.kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
-        )
+        return self.cache_around(KVCache(num_slots=num_slots, max_tokens=max_tokens, **self.kv_sizes()), num_slots)
+
+    def new_paged_cache(self, pages: PageTable) -> Any:
+        """An empty cache whose sequences lie where ``pages`` says."""
+        return self.cache_around(PagedKVCache(pages, **self.kv_sizes()), pages.num_slots)
+
+    def kv_sizes(self) -> dict[str, Any]:
+        """What this rank keeps of a token's keys and values: arguments of ``KVCache``."""
+        attention = self.layers[0].self_attn
+        sizes = {"kv_heads": attention.kv_heads, "head_dim": self.config.head_dim}
+        return {"layers": self.stage.layers, "dtype": self.dtype, **sizes}
+
+    def cache_around(self, kv: KVCache, num_slots: int) -> Any:
+        """The whole cache, where keys and values are not all that it keeps of ``num_slots`` sequences."""
+        return kv
 
     def new_step(self, batch: PackedBatch, cache: Any, split: ContextSplit) -> Any:
         """What the layers of one forward share about the batch."""

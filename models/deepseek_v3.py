@@ -4,8 +4,10 @@ Both sums of a layer are marked fusable, as in GLM4-MoE. A token leaves one late
 number of heads; with YaRN, the attention's scale is corrected along with the frequencies.
 """
 
+from typing import Any
+
 from fastdeploy_fusion.errors import CheckpointError
-from fastdeploy_fusion.layers import DecoderLayer, KVCache, LatentAttention, LatentSizes, WeightedLayer
+from fastdeploy_fusion.layers import DecoderLayer, LatentAttention, LatentSizes, WeightedLayer
 
 from .blocks import make_dense, make_moe
 from .causal_lm import CausalLM
@@ -41,14 +43,7 @@ class DeepseekV3ForCausalLM(CausalLM):
             mlp = make_dense(c, parallel=self.parallel, prefix=f"{prefix}.mlp", dtype=self.dtype)
         return self.frame(layer_id, prefix, attention, mlp)
 
-    def new_cache(self, num_slots: int, max_tokens: int) -> KVCache:
-        """Of latent vectors: one "head" on every rank, whose first elements are the values."""
-        return KVCache(
-            layers=self.stage.layers,
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            kv_heads=1,
-            head_dim=self.latent.cached_dim,
-            latent_dim=self.latent.kv_lora_rank,
-            dtype=self.dtype,
-        )
+    def kv_sizes(self) -> dict[str, Any]:
+        """Latent vectors: one "head" on every rank, whose first elements are the values."""
+        sizes = {"kv_heads": 1, "head_dim": self.latent.cached_dim, "latent_dim": self.latent.kv_lora_rank}
+        return {"layers": self.stage.layers, "dtype": self.dtype, **sizes}

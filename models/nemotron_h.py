@@ -5,7 +5,7 @@ L sums of L layers are fused. Attention has no positions of its own: the Mamba l
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_fusion.layers import (
     AttentionStep,
@@ -154,18 +154,14 @@ class NemotronHForCausalLM(CausalLM):
     def make_rotary(self) -> RotaryEmbedding | None:
         return None
 
-    def new_cache(self, num_slots: int, max_tokens: int) -> HybridCache:
-        """Keys and values grow with the text; the Mamba layers' states do not."""
+    def kv_sizes(self) -> dict[str, Any]:
         c, tp = self.config, self.tp
         heads = split_heads(c.num_attention_heads, c.num_key_value_heads, tp.rank, tp.world_size)
-        kv = KVCache(
-            layers=self._layers_of("attention"),
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            kv_heads=heads.local_kv_heads,
-            head_dim=c.head_dim,
-            dtype=self.dtype,
-        )
+        sizes = {"kv_heads": heads.local_kv_heads, "head_dim": c.head_dim}
+        return {"layers": self._layers_of("attention"), "dtype": self.dtype, **sizes}
+
+    def cache_around(self, kv: KVCache, num_slots: int) -> HybridCache:
+        """Keys and values grow with the text; the Mamba layers' states do not."""
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, MambaMixer)]
         states = mixers[0].new_cache(self._layers_of("mamba"), num_slots) if mixers else None
         return HybridCache(kv, states)

@@ -18,6 +18,7 @@ from .mamba import MambaMixer, MambaSizes
 from .mlp import GatedMLP, SquaredReluMLP
 from .moe import ExpertPlacement, FusedMoE
 from .norm import RMSNorm
+from .paged_cache import PagedKVCache, PageTable
 from .parameter import TensorSpec, WeightedLayer, empty_parameter
 from .pipeline import PipelineStage
 from .rotary import RotaryEmbedding
@@ -44,6 +45,8 @@ __all__ = [
     "MixerLayer",
     "NoAuxTcRouter",
     "PackedBatch",
+    "PageTable",
+    "PagedKVCache",
     "ParallelLMHead",
     "PipelineStage",
     "QKVParallelLinear",

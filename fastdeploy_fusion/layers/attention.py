@@ -23,45 +23,40 @@ QUERY_BLOCK = 256
 
 @dataclass(frozen=True)
 class _PromptBlock:
-    """Rows ``first:end`` of the packed tokens attend to the first ``num_keys`` of ``slot``, less those masked."""
+    """Rows ``first:end`` of the packed tokens attend to one sequence's keys, which lie at ``where``."""
 
     first: int
     end: int
-    slot: int
-    num_keys: int
+    where: Any
     mask: Any
 
     def attend(self, q: Any, keys: Any, values: Any) -> Any:
-        """``q [rows, heads, head_dim]`` -> ``[rows, heads * value_dim]``."""
+        """``q [rows, heads, head_dim]`` and the sequence's ``keys``, ``values`` -> ``[rows, heads * value_dim]``."""
         rows, heads, head_dim = q.shape
         kv_heads, value_dim = keys.shape[1], values.shape[-1]
-        k, v = keys[self.slot, :, : self.num_keys], values[self.slot, :, : self.num_keys]
         grouped = q.reshape([rows, kv_heads, heads // kv_heads, head_dim]).transpose([1, 2, 0, 3])
-        out = _attention(grouped, k[:, None], v[:, None], self.mask)
+        out = _attention(grouped, keys[0][:, None], values[0][:, None], self.mask)
         return out.transpose([2, 0, 1, 3]).reshape([rows, heads * value_dim])
 
 
 @dataclass(frozen=True)
 class _DecodeRun:
-    """Rows ``first:end``, one token each of sequences in consecutive slots from ``slot`` on, in one go.
+    """Rows ``first:end``, one token each of neighbouring sequences, whose keys lie at ``where``, in one go.
 
-    ``num_keys``: of the longest; ``mask`` is None when all are that long.
+    ``mask`` is None when all are as long as the longest.
     """
 
     first: int
     end: int
-    slot: int
-    num_keys: int
+    where: Any
     mask: Any
 
     def attend(self, q: Any, keys: Any, values: Any) -> Any:
-        """``q [rows, heads, head_dim]`` -> ``[rows, heads * value_dim]``."""
+        """``q [rows, heads, head_dim]`` and each row's ``keys``, ``values`` -> ``[rows, heads * value_dim]``."""
         rows, heads, head_dim = q.shape
         kv_heads, value_dim = keys.shape[1], values.shape[-1]
-        slots = slice(self.slot, self.slot + rows)
-        k, v = keys[slots, :, : self.num_keys], values[slots, :, : self.num_keys]
         grouped = q.reshape([rows, kv_heads, heads // kv_heads, head_dim])
-        return _attention(grouped, k, v, self.mask).reshape([rows, heads * value_dim])
+        return _attention(grouped, keys, values, self.mask).reshape([rows, heads * value_dim])
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -100,7 +95,7 @@ class AttentionStep:
         if rotary is not None:
             self.cos, self.sin = map(on_device, rotary.angles(positions))
         self.rows = cache.rows_of(batch, positions if local is batch else batch.positions())
-        self.parts = list(_split(local, on_device))
+        self.parts = list(_split(local, cache, on_device))
 
     def rotate(self, x: Any) -> Any:
         """``x [num_tokens, heads, head_dim]`` rotated to its rows' positions."""
@@ -115,51 +110,57 @@ class AttentionStep:
         """
         if self.split is not None:
             k, v = self.split.gather_kv(k, v)
-        keys = self.cache.keys[layer]
         if self.cache.on_host:
             q_rows, *new = [ops.cast(tensor, paddle.float32) for tensor in (q, k, v) if tensor is not None]
             self.cache.write(layer, self.rows, *map(ops.host_array, new))
-            values = self.cache.values_of(layer)
-            out = ops.host_empty([q.shape[0], q.shape[1] * values.shape[-1]])
+            out = ops.host_empty([q.shape[0], q.shape[1] * self.cache.value_dim])
             out_rows = ops.host_array(out)
             scaled = ops.host_array(q_rows) * np.float32(scale)
             for part in self.parts:
-                out_rows[part.first : part.end] = part.attend(scaled[part.first : part.end], keys, values)
+                read = self.cache.read(layer, part.where)
+                out_rows[part.first : part.end] = part.attend(scaled[part.first : part.end], *read)
             return ops.cast(out, q.dtype)
         self.cache.write(layer, self.rows, k, v)
-        values = self.cache.values_of(layer)
         scaled = q * scale
-        return paddle.concat([part.attend(scaled[part.first : part.end], keys, values) for part in self.parts])
+        return paddle.concat(
+            [part.attend(scaled[part.first : part.end], *self.cache.read(layer, part.where)) for part in self.parts]
+        )
 
 
-def _split(batch: PackedBatch, on_device: Callable[[np.ndarray], Any]) -> Iterator[_PromptBlock | _DecodeRun]:
+def _split(
+    batch: PackedBatch, cache: KVCache, on_device: Callable[[np.ndarray], Any]
+) -> Iterator[_PromptBlock | _DecodeRun]:
     """The batch in row order: single tokens of neighbouring slots together, longer runs in blocks."""
     start, index = 0, 0
     while index < len(batch.slots):
         slot, count, length = batch.slots[index], batch.cached[index], batch.lengths[index]
         if length == 1:
-            num_keys = _run_of_single_tokens(batch, index)
+            num_keys = _run_of_single_tokens(batch, cache, index)
             end = start + len(num_keys)
-            yield _DecodeRun(start, end, slot, max(num_keys), _length_mask(num_keys, on_device))
+            where = cache.locate(batch.slots[index : index + len(num_keys)], max(num_keys))
+            yield _DecodeRun(start, end, where, _length_mask(num_keys, on_device))
             start, index = end, index + len(num_keys)
             continue
         for first in range(0, length, QUERY_BLOCK):
             rows = min(QUERY_BLOCK, length - first)
             seen = count + first + rows
-            yield _PromptBlock(start + first, start + first + rows, slot, seen, _causal_mask(rows, seen, on_device))
+            where, mask = cache.locate([slot], seen), _causal_mask(rows, seen, on_device)
+            yield _PromptBlock(start + first, start + first + rows, where, mask)
         start, index = start + length, index + 1
 
 
-def _run_of_single_tokens(batch: PackedBatch, index: int) -> list[int]:
-    """Keys of each sequence from ``index`` on that can be served together: consecutive slots, padding at most half."""
+def _run_of_single_tokens(batch: PackedBatch, cache: KVCache, index: int) -> list[int]:
+    """Keys of each sequence from ``index`` on that can be served together: neighbours, padding at most half."""
     num_keys = [batch.cached[index] + 1]
+    longest = total = num_keys[0]
     for i in range(index + 1, len(batch.slots)):
-        longer = [*num_keys, batch.cached[i] + 1]
-        if batch.lengths[i] != 1 or batch.slots[i] != batch.slots[i - 1] + 1:
+        added = batch.cached[i] + 1
+        if batch.lengths[i] != 1 or not cache.are_neighbours(batch.slots[i - 1], batch.slots[i]):
             break
-        if max(longer) * len(longer) > 2 * sum(longer):
+        longest, total = max(longest, added), total + added
+        if longest * (len(num_keys) + 1) > 2 * total:
             break
-        num_keys = longer
+        num_keys.append(added)
     return num_keys
 
 

@@ -1,6 +1,6 @@
 """Packed batches of ragged sequences, and the cache that keeps their keys and values."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ class KVCache:
         self.on_host = paddle.get_device().startswith("cpu")
         shape = [num_slots, kv_heads, max_tokens, head_dim]
         self.latent_dim = latent_dim
+        self.value_dim = head_dim if latent_dim is None else latent_dim
         self.keys = {layer: self._zeros(shape, dtype) for layer in layers}
         self.values = {layer: self._zeros(shape, dtype) for layer in self.keys if latent_dim is None}
         # The same memory as rows of head_dim, for one scatter a layer.
@@ -84,6 +85,19 @@ class KVCache:
     def values_of(self, layer: int) -> Any:
         """``[num_slots, kv_heads, max_tokens, value_dim]``."""
         return self.values[layer] if self.latent_dim is None else self.keys[layer][..., : self.latent_dim]
+
+    def are_neighbours(self, slot: int, other: int) -> bool:
+        """Whether one ``locate`` can cover both, ``other`` right after ``slot``."""
+        return other == slot + 1
+
+    def locate(self, slots: Sequence[int], num_keys: int) -> Any:
+        """Where the first ``num_keys`` tokens of neighbouring slots lie, for ``read``; the same for all layers."""
+        return slice(slots[0], slots[0] + len(slots)), slice(0, num_keys)
+
+    def read(self, layer: int, where: Any) -> tuple[Any, Any]:
+        """Keys and values ``[slots, kv_heads, num_keys, dim]`` at a ``locate``d place."""
+        slots, tokens = where
+        return self.keys[layer][slots, :, tokens], self.values_of(layer)[slots, :, tokens]
 
     def write(self, layer: int, rows: Any, keys: Any, values: Any = None) -> None:
         """Store ``keys`` and ``values`` ``[num_tokens, kv_heads, head_dim]``, of the cache's own kind, at ``rows``."""
