@@ -19,6 +19,7 @@ class Parallel:
         config, place: the layout, and this rank's position on each of its axes.
         tp: sums of attention and dense MLPs. moe: sums of MoE layers. One object where both run over the same ranks.
         context, pipeline: this rank's groups; of one rank where the axis has size 1.
+        before, after: this rank and its neighbour in the pipeline on either side; None at the ends.
         replica: all ranks of this copy of the model; they run the same prompts.
         world: all ranks of the launch, where ``open`` made the layout; else the replica.
     """
@@ -33,11 +34,14 @@ class Parallel:
         context: RankGroup,
         pipeline: RankGroup,
         replica: RankGroup,
+        before: RankGroup | None = None,
+        after: RankGroup | None = None,
     ) -> None:
         """The caller closes what it gives; ``open`` makes all of it, and an object that closes it."""
         self.config, self.place = config, place
         self.tp, self.moe = tp, moe
         self.context, self.pipeline, self.replica = context, pipeline, replica
+        self.before, self.after = before, after
         self.world = replica
         self._owned = contextlib.ExitStack()
 
@@ -75,6 +79,8 @@ class Parallel:
                 context=made[topology.group_of("context", rank)],
                 pipeline=made[topology.group_of("pipeline", rank)],
                 replica=made[topology.group_of("replica", rank)],
+                before=next((made[pair] for pair in topology.boundaries if pair[1] == rank), None),
+                after=next((made[pair] for pair in topology.boundaries if pair[0] == rank), None),
             )
             parallel.world = world
             parallel._owned = owned.pop_all()
@@ -124,15 +130,15 @@ def _make_groups(world: RankGroup, topology: Topology, owned: contextlib.ExitSta
     owned.callback(world.close)
     made = {world.ranks: world}
     done = {world.ranks}
-    for name in ("attention_tp", "moe", "context", "pipeline", "replica"):
-        for members in getattr(topology, name):
-            if members in done:
-                continue
-            done.add(members)
-            group = groups.new_group(members)
-            if group is not None:
-                made[members] = group
-                owned.callback(group.close)
-            # Set-ups of overlapping groups must not overlap in time (paddle's gloo).
-            world.barrier()
+    t = topology
+    for members in (*t.attention_tp, *t.moe, *t.context, *t.pipeline, *t.boundaries, *t.replica):
+        if members in done:
+            continue
+        done.add(members)
+        group = groups.new_group(members)
+        if group is not None:
+            made[members] = group
+            owned.callback(group.close)
+        # Set-ups of overlapping groups must not overlap in time (paddle's gloo).
+        world.barrier()
     return made

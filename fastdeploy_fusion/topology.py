@@ -15,6 +15,7 @@ MoE-TP, and had to forbid fusion there (two groups, one kernel); the product gro
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .config import ParallelConfig
 
@@ -61,6 +62,11 @@ class Topology:
             if rank in members:
                 return members
         raise ValueError(f"rank {rank} is not in this layout of {self.config.world_size} ranks")
+
+    @property
+    def boundaries(self) -> tuple[tuple[int, ...], ...]:
+        """Neighbours in each pipeline, in pairs: a transfer from stage to stage is theirs alone."""
+        return tuple(pair for stages in self.pipeline for pair in pairwise(stages))
 
     @property
     def reduced_groups(self) -> tuple[tuple[int, ...], ...]:

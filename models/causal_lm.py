@@ -42,7 +42,7 @@ class CausalLM(WeightedLayer):
     def __init__(self, config: ModelConfig, parallel: "Parallel", dtype: str = "float32") -> None:
         super().__init__()
         self.config, self.parallel, self.tp, self.dtype = config, parallel, parallel.tp, dtype
-        self.stage = PipelineStage(parallel.pipeline, config.num_hidden_layers)
+        self.stage = PipelineStage(parallel, config.num_hidden_layers)
         vocab_size, size, tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
         shared: dict[str, Any] = {"tp": parallel.tp, "dtype": dtype}
         if self.stage.is_first or (self.stage.is_last and tied):

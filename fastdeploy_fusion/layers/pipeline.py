@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import paddle
 import paddle.distributed as dist
 
-from ..errors import PeerLost
+from ..errors import FusionError, PeerLost
 from ..partial import PartialSum
 from . import ops
 
 if TYPE_CHECKING:
     from ..groups import RankGroup
+    from ..parallel import Parallel
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
@@ -30,35 +31,38 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 class PipelineStage:
-    """This rank's stage. ``layers``: the numbers of its layers. ``group``: one rank of every stage, in order.
+    """This rank's stage. ``layers``: the numbers of its layers.
 
     What crosses a boundary is one tensor ``[num_tokens, hidden_size]``: the residual stream with every sum completed.
     """
 
-    def __init__(self, group: "RankGroup", num_layers: int) -> None:
-        self.group = group
-        self.layers = stage_layers(num_layers, group.rank, group.size)
-        self.is_first = group.rank == 0
-        self.is_last = group.rank == group.size - 1
+    def __init__(self, parallel: "Parallel", num_layers: int) -> None:
+        self.before, self.after = parallel.before, parallel.after
+        self.layers = stage_layers(num_layers, parallel.pipeline.rank, parallel.pipeline.size)
+        self.is_first, self.is_last = self.before is None, self.after is None
 
     def send(self, hidden: Any, residual: Any) -> None:
         """Hand ``hidden + residual`` to the next stage; a sum that ``hidden`` still owes is completed first."""
         if isinstance(hidden, PartialSum):
             hidden = hidden.complete()
         stream = ops.add(hidden, residual)
-        self._with(self.group.rank + 1, lambda peer: dist.send(stream, dst=peer, group=self.group.paddle_group))
+        _transfer(self.after, 1, lambda peer, group: dist.send(stream, dst=peer, group=group))
 
     def receive(self, shape: list[int], dtype: str) -> Any:
         """The residual stream of the stage before."""
         stream = paddle.empty(shape, dtype=dtype)
-        self._with(self.group.rank - 1, lambda peer: dist.recv(stream, src=peer, group=self.group.paddle_group))
+        _transfer(self.before, 0, lambda peer, group: dist.recv(stream, src=peer, group=group))
         return stream
 
-    def _with(self, rank: int, transfer: Callable[[int], Any]) -> None:
-        try:
-            transfer(self.group.ranks[rank])
-        except RuntimeError as error:
-            raise PeerLost(f"{self.group.channel.name_of(rank)} was lost at the stage boundary: {error}") from error
+
+def _transfer(pair: "RankGroup | None", peer: int, transfer: Callable[[int, Any], Any]) -> None:
+    """Within a pair, because gloo numbers a group's transfers on each rank, and all its ranks must count alike."""
+    if pair is None:
+        raise FusionError("no stage lies beyond this boundary; the last stage sends and the first receives nothing")
+    try:
+        transfer(pair.ranks[peer], pair.paddle_group)
+    except RuntimeError as error:
+        raise PeerLost(f"{pair.channel.name_of(peer)} was lost at the stage boundary: {error}") from error
 
 
 def share_last(group: "RankGroup", tensor: Any, shape: list[int], dtype: str) -> Any:

@@ -20,6 +20,12 @@ def test_stages_are_slower_than_tensor_ranks_as_in_sglang():
     assert [topology.place(r).stage for r in range(4)] == [0, 0, 1, 1]
 
 
+def test_neighbours_of_a_pipeline_are_pairs():
+    topology = make_topology(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3))
+    assert topology.boundaries == ((0, 2), (2, 4), (1, 3), (3, 5))
+    assert make_topology(ParallelConfig(tensor_parallel_size=2)).boundaries == ()
+
+
 def test_experts_over_parts_and_shards_owe_one_sum_over_the_product_group():
     topology = make_topology(ParallelConfig(tensor_parallel_size=4, expert_parallel_size=2))
     assert topology.moe == ((0, 1, 2, 3),) == topology.attention_tp
