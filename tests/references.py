@@ -24,5 +24,5 @@ def round_rotary_as_the_reference_did(model, folder):
     """The bfloat16 reference was computed with the model cast to bfloat16 and back, which also rounded its rotary
     frequencies (not weights, and float32 in every deployment). Do the same, so that the rest can be compared closely.
     """
-    if json.loads((Path(folder) / "config.json").read_text())["torch_dtype"] == "bfloat16":
+    if json.loads((Path(folder) / "config.json").read_text()).get("torch_dtype") == "bfloat16":
         model.rotary.frequencies = model.rotary.frequencies.astype(ml_dtypes.bfloat16).astype(np.float32)
