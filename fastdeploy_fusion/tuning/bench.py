@@ -30,13 +30,13 @@ class Bench:
         self.mode, self.collective, self.budget_s = mode, collective, budget_s
         self.how = ""
 
-    def sample(self, tokens: int) -> Sample:
+    def sample(self, tokens: int, min_rounds: int = MIN_ROUNDS) -> Sample:
         """The slowest rank's time in each round; the same on all ranks."""
         calls, self.how = sides.make(self.fusion, self.pattern, tokens, self.dtype, self.collective)
         runners = {side: _Runner(call, self.mode, tokens) for side, call in calls.items()}
         try:
             self._size_blocks(runners)
-            return self._rounds(tokens, runners)
+            return self._rounds(tokens, runners, min_rounds)
         finally:
             for runner in runners.values():
                 runner.close()
@@ -51,12 +51,12 @@ class Bench:
         for runner, seconds in zip(runners.values(), slowest, strict=True):
             runner.blocks = max(1, min(500, int(BLOCK_S / seconds)))
 
-    def _rounds(self, tokens: int, runners: dict[str, "_Runner"]) -> Sample:
+    def _rounds(self, tokens: int, runners: dict[str, "_Runner"], min_rounds: int) -> Sample:
         began = time.monotonic()
         mine: dict[str, list[float]] = {side: [] for side in runners}
         order = list(runners)
         while True:
-            for _ in range(MIN_ROUNDS if not mine[order[0]] else 4):
+            for _ in range(4 if mine[order[0]] else min_rounds):
                 for side in order:
                     self.group.barrier()
                     mine[side].append(runners[side].microseconds())

@@ -5,7 +5,7 @@ All ranks hold the same samples (rank 0 merges and broadcasts them), so all of t
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,10 @@ class Sample:
         times = sorted(self.rounds[side])
         quarter = len(times) // 4
         return (times[-1 - quarter] - times[quarter]) / 2 / self.median(side)
+
+    def merged(self, other: "Sample") -> "Sample":
+        """This sample with the rounds of another one of the same count, taken at another time."""
+        return Sample(self.tokens, {side: [*times, *other.rounds[side]] for side, times in self.rounds.items()})
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -97,33 +101,45 @@ def powers_of_two(largest: int) -> list[int]:
     return counts if counts[-1] == largest else [*counts, largest]
 
 
-def check_counts(largest: int, limit: int) -> list[int]:
-    """Counts for a second look, none of them a power of two: between those, and on both sides of the limit."""
+def check_counts(largest: int, limit: int, measured: Collection[int]) -> list[int]:
+    """Counts for a second look that the search did not measure: between powers of two, and around the limit."""
     between = {round(1.5 * (1 << k)) for k in range(1, largest.bit_length())}
     near = {round(limit * factor) for factor in (0.8, 0.95, 1.05, 1.25)} if limit > 2 else set()
-    return sorted(count for count in between | near if 2 < count <= largest and count & (count - 1))
+    return sorted(count for count in between | near if 2 < count <= largest and count not in measured)
 
 
 def find_limit(measure: Callable[[int], Sample], max_tokens: int) -> tuple[int, bool, list[Sample]]:
     """``(limit, crossed, samples by tokens)``: powers of two first, then bisection of the bracket that holds the limit.
 
-    ``measure`` is asked once for each count. ``crossed``: False when fused is the better choice up to ``max_tokens``.
+    The powers of two are gone through twice, so that a disturbance of some seconds can't pose as a crossing, and a
+    bracket's upper end is believed after a third look. ``crossed``: False when fused is the better choice up to
+    ``max_tokens``.
     """
-    samples = {count: measure(count) for count in powers_of_two(max_tokens)}
-    low = best_limit(list(samples.values()))
-    above = [count for count in samples if count > low]
-    if not above:
-        return low, False, list(samples.values())
-    high = min(above)
-    while low and high - low > 1 and high > low * RESOLUTION:
+    samples: dict[int, Sample] = {}
+
+    def look(count: int) -> int:
+        sample = measure(count)
+        samples[count] = samples[count].merged(sample) if count in samples else sample
+        return verdict(samples[count])
+
+    for count in 2 * powers_of_two(max_tokens):
+        look(count)
+    believed = -1
+    while True:
+        low = best_limit(list(samples.values()))
+        high = min((count for count in samples if count > low), default=None)
+        if high is None or high == believed:
+            break
+        look(high)
+        believed = high
+    while high is not None and low and high - low > 1 and high > low * RESOLUTION:
         middle = _between(low, high)
-        samples[middle] = measure(middle)
-        side = verdict(samples[middle])
+        side = look(middle)
         if side == 0:
             low = middle
             break
         low, high = (middle, high) if side > 0 else (low, middle)
-    return low, True, [samples[count] for count in sorted(samples)]
+    return low, high is not None, [samples[count] for count in sorted(samples)]
 
 
 def _between(low: int, high: int) -> int:

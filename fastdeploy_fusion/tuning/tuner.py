@@ -3,7 +3,6 @@
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from .. import policy, probe, tuned
 from ..backends import WorkspacePlan, resolve
@@ -11,7 +10,7 @@ from ..config import FusionConfig
 from ..errors import FusionError
 from ..fusion import AllReduceFusion
 from ..groups import RankGroup
-from .bench import Bench
+from .bench import MIN_ROUNDS, Bench
 from .search import Sample, check_counts, find_limit
 
 log = logging.getLogger(__name__)
@@ -63,14 +62,15 @@ def _measure(fusion: AllReduceFusion, plan: Plan, here: dict[str, str], dtype: s
     say = log.info if fusion.rank == 0 else log.debug
     name = f"{pattern}, hidden {fusion.state.hidden_size} {dtype}"
 
-    def measure(tokens: int) -> Sample:
-        sample = bench.sample(tokens)
+    def measure(tokens: int, min_rounds: int = MIN_ROUNDS) -> Sample:
+        sample = bench.sample(tokens, min_rounds)
         say("%s, %s", name, describe(sample))
         return sample
 
     limit, crossed, curve = find_limit(measure, plan.max_tokens)
     say("%s: fused up to %d tokens; a second look at other counts", name, limit)
-    check = [measure(tokens) for tokens in check_counts(plan.max_tokens, limit)]
+    counts = check_counts(plan.max_tokens, limit, {sample.tokens for sample in curve})
+    check = [measure(tokens, 2 * MIN_ROUNDS) for tokens in counts]
     return tuned.Entry(
         **here,
         world_size=fusion.world_size,
@@ -92,15 +92,3 @@ def describe(sample: Sample) -> str:
     """One line: medians and spreads of all sides."""
     sides = [f"{side} {sample.median(side):.1f} us (+-{100 * sample.spread(side):.0f}%)" for side in sample.rounds]
     return f"{sample.tokens} tokens: {', '.join(sides)}, {len(next(iter(sample.rounds.values())))} rounds"
-
-
-def limits(entry: tuned.Entry, sm: int | None) -> dict[str, int]:
-    """The limits to hold against each other: one number for all, the built-in table's, the measured one."""
-    config = FusionConfig(enabled=True)
-    built_in = policy.limit_tokens(config, sm, entry.world_size, entry.hidden_size, entry.dtype)
-    return {"flat": policy.DEFAULT_NUM_MAX_TOKENS, "built-in": built_in, "tuned": entry.limit}
-
-
-def rows(entry: tuned.Entry) -> list[dict[str, Any]]:
-    """All that was measured for an entry, by tokens."""
-    return sorted([*entry.curve, *entry.check], key=lambda row: int(row["tokens"]))
