@@ -99,6 +99,11 @@ class Parallel:
         """``(op, path, reason) -> calls`` of all sums of this rank."""
         return self.tp.counters if self.moe is self.tp else self.tp.counters + self.moe.counters
 
+    @property
+    def site_counters(self) -> Counter[tuple[str, str, str, str]]:
+        """``(site, op, path, reason) -> calls`` of all sums of this rank."""
+        return self.tp.site_counters if self.moe is self.tp else self.tp.site_counters + self.moe.site_counters
+
     def from_last_stage(self, value: Any) -> Any:
         """The JSON-able value of the last stage's first rank, on all ranks of the replica; collective over it.
 

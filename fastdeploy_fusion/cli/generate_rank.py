@@ -102,6 +102,7 @@ def _generate(
             "load_seconds": round(loaded - begin, 4),
             **speed(ids, [tokens for tokens, _ in answers], seconds),
             "sums": sums(parallel),
+            "sites": sites(parallel),
             "fusion": str(parallel.tp.explain([1, config.hidden_size])),
         }
         if parallel.world.rank != 0:
@@ -173,6 +174,12 @@ def sums(parallel: Any) -> list[dict[str, Any]]:
         {"op": op, "path": path, "reason": reason, "calls": calls}
         for (op, path, reason), calls in parallel.counters.most_common()
     ]
+
+
+def sites(parallel: Any) -> list[dict[str, Any]]:
+    """The same for each site: the weight prefix of the layer that owed the sum, in the order of the forward."""
+    names = ("site", "op", "path", "reason")
+    return [{**dict(zip(names, key, strict=True)), "calls": calls} for key, calls in parallel.site_counters.items()]
 
 
 def write_text(document: dict[str, Any], answer: TextIO) -> None:

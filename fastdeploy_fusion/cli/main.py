@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from .. import env
 from ..launch import error_message
-from . import generate
+from . import generate, plan, tune
 from .parser import Parser, parse
 
-COMMANDS = (generate,)  # modules with NAME, HELP, add_arguments(parser) and run(args, argv) -> exit code
+COMMANDS = (generate, plan, tune)  # modules with NAME, HELP, add_arguments(parser) and run(args, argv) -> exit code
 
 
 def build_parser() -> Parser:

@@ -10,7 +10,7 @@ import paddle.nn.functional as F
 
 from ..sites import parse_site
 from . import ops
-from .parameter import TensorSpec, WeightedLayer, empty_parameter, host_view
+from .parameter import Outline, TensorSpec, WeightedLayer, empty_parameter, host_view
 
 if TYPE_CHECKING:
     from ..fusion import AllReduceFusion
@@ -30,7 +30,7 @@ class _VocabSharded(WeightedLayer):
 
     def _make_weight(self, dtype: str) -> Any:
         weight = empty_parameter([self.local_rows, self.hidden_size], dtype)
-        if self.stored_rows < self.local_rows:
+        if self.stored_rows < self.local_rows and not isinstance(weight, Outline):
             if weight.place.is_cpu_place():
                 host_view(weight)[self.stored_rows :] = 0
             else:

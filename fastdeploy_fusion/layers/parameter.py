@@ -1,7 +1,9 @@
 """Weights of a layer: where they live, which part of which checkpoint tensor fills them, and how to write them."""
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 Index = tuple[slice | int, ...]
+_without_memory: ContextVar[bool] = ContextVar("without_memory", default=False)
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -49,8 +52,28 @@ class WeightedLayer(nn.Layer):
         return [spec for layer in layers if isinstance(layer, WeightedLayer) for spec in layer.own_tensors()]
 
 
+@dataclass(eq=False)
+class Outline:
+    """Stands for a parameter where a model is built only to be looked at: its shape, and no memory."""
+
+    shape: list[int]
+    dtype: str
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Layers that are built inside get ``Outline``s for parameters: they can be walked through, not run or loaded."""
+    before = _without_memory.set(True)
+    try:
+        yield
+    finally:
+        _without_memory.reset(before)
+
+
 def empty_parameter(shape: list[int], dtype: str) -> Any:
     """A parameter of that shape with unset values, on the current device, without running any kernel."""
+    if _without_memory.get():
+        return Outline(shape, dtype)
     return EagerParamBase.from_tensor(paddle.empty(shape, dtype=dtype), trainable=False)
 
 

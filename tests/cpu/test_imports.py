@@ -12,10 +12,10 @@ PACKAGE = "fastdeploy_fusion"
 
 # From the ground up. A module may import from its own layer and from those below; no cycles inside a layer.
 LAYERS = [
-    {"errors", "config", "env", "faults", "sites", "policy", "tuned", "deadline", "topology", "metrics"},
+    {"errors", "config", "env", "faults", "sites", "policy", "tuned", "deadline", "topology", "metrics", "hardware"},
     {"launch", "channel", "groups", "partial", "reference"},
     {"backends"},
-    {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel"},
+    {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel", "forecast"},
     {"layers"},
     {"checkpoint", "weights", "integrations", "models", "tuning"},
     {"supervise", "cli", "__main__"},
