@@ -2,12 +2,15 @@
 
 import argparse
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 BACKENDS = ("auto", "trtllm", "mnnvl", "shm", "plain")
 DTYPES = ("float32", "bfloat16", "float16")
+MODES = ("auto", "on", "off")
 ENABLE_FLAG = "--enable-flashinfer-allreduce-fusion"
+MODE_FLAG = "--flashinfer-allreduce-fusion"
 BACKEND_FLAG = "--flashinfer-allreduce-fusion-backend"
 MAX_TOKENS_FLAG = "--flashinfer-allreduce-fusion-max-tokens"
 
@@ -40,15 +43,21 @@ class FusionConfig:
     backend: ``auto`` (trtllm on GPUs, shm on CPUs), or one by name; ``plain`` never fuses.
     num_max_tokens: more tokens than this take the plain path; None: the backend's own limit for the shape.
     deterministic: only backends that add in one fixed order whatever the batch.
+    auto: not decided yet; ``settle`` turns it into ``enabled`` once model and layout are known.
+    decided_by: what set ``enabled``, in words, for the log.
     """
 
     enabled: bool = False
     backend: str = "auto"
     num_max_tokens: int | None = None
     deterministic: bool = False
+    auto: bool = False
+    decided_by: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
+        if self.auto and self.enabled:
+            raise ValueError("auto and enabled are both set; auto means that enabled is not decided yet")
         if self.num_max_tokens is not None:
             check_positive("num_max_tokens", self.num_max_tokens)
 
@@ -59,11 +68,33 @@ class FusionConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "FusionConfig":
-        """Read what ``add_fusion_args`` added."""
+        """Read what ``add_fusion_args`` added: ``off`` beats all, the plain flag means ``on`` and beats ``auto``."""
+        mode = args.flashinfer_allreduce_fusion
+        decided_by = "the default" if mode is None else f"{MODE_FLAG} {mode}"
+        if args.enable_flashinfer_allreduce_fusion and mode != "off":
+            mode, decided_by = "on", ENABLE_FLAG
         return cls(
-            enabled=args.enable_flashinfer_allreduce_fusion,
+            enabled=mode == "on",
+            auto=mode == "auto",
+            decided_by=decided_by,
             backend=args.flashinfer_allreduce_fusion_backend,
             num_max_tokens=args.flashinfer_allreduce_fusion_max_tokens,
+        )
+
+    def settle(self, architecture: str, known: Collection[str], tensor_parallel_size: int) -> "FusionConfig":
+        """With ``auto`` decided: on for a known architecture on more than one rank. Pure; equal on all ranks.
+
+        Whether the backend is proven on this machine is for ``open`` to find out; where it is not, sums take the plain
+        path. Without ``auto`` nothing changes.
+        """
+        if not self.auto:
+            return self
+        where = f"{architecture} on {tensor_parallel_size} tensor-parallel rank{'s' * (tensor_parallel_size > 1)}"
+        why_not = f"{architecture} is not among {', '.join(sorted(known))}" if architecture not in known else None
+        if tensor_parallel_size == 1:
+            why_not = f"{where} has no sums"
+        return dataclasses.replace(
+            self, auto=False, enabled=why_not is None, decided_by=f"{self.decided_by or 'auto'}: {why_not or where}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,6 +173,12 @@ def add_fusion_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=FusionConfig.enabled,
         help="reduce, add the residual and normalise in one kernel where it is proven (off by default)",
+    )
+    group.add_argument(
+        MODE_FLAG,
+        choices=MODES,
+        help=f"on: as {ENABLE_FLAG}; auto: on for the architectures that are served here, on more than one "
+        "tensor-parallel rank; off: never, whatever else is given",
     )
     group.add_argument(
         BACKEND_FLAG,

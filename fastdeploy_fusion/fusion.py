@@ -63,13 +63,15 @@ class AllReduceFusion:
             hidden_size: elements of a row; dtype: the activations', one of float32, bfloat16, float16.
 
         Raises:
-            ValueError: a size or dtype out of range.
+            ValueError: a size or dtype out of range, or a config whose ``auto`` is not settled.
             WorkspaceError: a graph is being captured.
             PeerLost: a rank died or did not come.
         """
         if hidden_size < 1:
             raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
         config = config or FusionConfig()
+        if config.auto:
+            raise ValueError("config.auto is not decided yet; call config.settle(architecture, ...) first")
         members = group if group is not None else groups.init_world()
         held = workspace.acquire(members, config, hidden_size, dtype)
         return cls(members, config, held, owns_group=group is None)
@@ -160,6 +162,13 @@ class AllReduceFusion:
         """What a call would do and why, without doing it. Not collective. ``weight_dtype`` None: as ``dtype``."""
         self._ledger.check_open()
         return decide(Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual), self.state, self.config)
+
+    def status(self) -> str:
+        """Whether small batches are fused here, why, and what decided it; as the counters will show. Not collective."""
+        decision = self.explain([1, self.state.hidden_size])
+        state = "on" if decision.path is Path.FUSED else "off"
+        by = f"; decided by {self.config.decided_by}" if self.config.decided_by else ""
+        return f"{state} ({str(decision).partition(': ')[2]}){by}"
 
     def freeze(self) -> None:
         """Promise that the workspace's addresses stay until ``close``: call it once graphs were captured."""

@@ -1,6 +1,8 @@
 """The groups of one rank under a layout, made at start-up in one order on all ranks, with the fusion of each."""
 
 import contextlib
+import dataclasses
+import logging
 import os
 from collections import Counter
 from typing import Any
@@ -10,6 +12,8 @@ from .config import FusionConfig, ParallelConfig
 from .fusion import AllReduceFusion
 from .groups import RankGroup
 from .topology import Place, Topology, make_topology, why_not_fused
+
+log = logging.getLogger(__name__)
 
 
 class Parallel:
@@ -61,7 +65,9 @@ class Parallel:
             )
         topology = make_topology(config)
         rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-        settings = (fusion or FusionConfig()) if why_not_fused(config) is None else FusionConfig()
+        settings, refusal = fusion or FusionConfig(), why_not_fused(config)
+        if refusal is not None:
+            settings = dataclasses.replace(settings, enabled=False, auto=False, decided_by=refusal)
         with contextlib.ExitStack() as owned:
             world = groups.init_world()
             made = _make_groups(world, topology, owned)
@@ -83,6 +89,8 @@ class Parallel:
                 after=next((made[pair] for pair in topology.boundaries if pair[0] == rank), None),
             )
             parallel.world = world
+            if rank == 0:
+                log.info("all-reduce fusion is %s", parallel.tp.status())
             parallel._owned = owned.pop_all()
         return parallel
 

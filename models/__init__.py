@@ -2,7 +2,7 @@
 
 from .config import ModelConfig
 from .generation import Result, generate, prompt_logits
-from .registry import build, load_config, load_model
+from .registry import build, load_config, load_model, settle_fusion
 from .sampling import SamplingParams
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "load_config",
     "load_model",
     "prompt_logits",
+    "settle_fusion",
 ]

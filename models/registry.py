@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_fusion.config import ParallelConfig
+from fastdeploy_fusion.config import FusionConfig, ParallelConfig
 from fastdeploy_fusion.errors import CheckpointError
 
 from .config import ModelConfig
@@ -31,6 +31,11 @@ def load_config(model_dir: str | Path) -> ModelConfig:
     check_architecture(architecture_of(values))
     generation_file = model_dir / "generation_config.json"
     return ModelConfig.from_hf(values, read_json(generation_file) if generation_file.exists() else None)
+
+
+def settle_fusion(fusion: FusionConfig, config: ModelConfig, layout: ParallelConfig) -> FusionConfig:
+    """The fusion settings with ``auto`` decided for this model: every one that is served here is marked for fusion."""
+    return fusion.settle(config.architecture, ARCHITECTURES, layout.tensor_parallel_size)
 
 
 def check_architecture(name: str) -> None:

@@ -86,6 +86,7 @@ def _generate(
             seed=args.seed,
             ignore_eos=args.ignore_eos,
         )
+    fusion = models.settle_fusion(fusion, config, layout)
     with Parallel.open(layout, fusion, hidden_size=config.hidden_size, dtype=args.dtype) as parallel:
         with wrong_input():
             model = models.load_model(model_dir, parallel, args.dtype)
@@ -104,6 +105,7 @@ def _generate(
             "sums": sums(parallel),
             "sites": sites(parallel),
             "fusion": str(parallel.tp.explain([1, config.hidden_size])),
+            "fusion_decided_by": fusion.decided_by,
         }
         if parallel.world.rank != 0:
             return None

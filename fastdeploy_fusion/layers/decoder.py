@@ -27,7 +27,7 @@ class DecoderLayer(WeightedLayer):
     as it is; whatever else reads it calls ``complete`` first.
 
     ``taps``, a list, gets the residual stream before this layer. The input norm has just completed it, so looking at it
-    costs no reduction.
+    costs no reduction. ``crosses`` False completes the last sum here, to measure what its crossing is worth.
     """
 
     def __init__(
@@ -48,13 +48,15 @@ class DecoderLayer(WeightedLayer):
         self.self_attn = attention
         self.post_attention_layernorm = norm(prefix=f"{prefix}.post_attention_layernorm")
         self.mlp = mlp
+        self.crosses = True
 
     def forward(self, hidden: Any, residual: Any, step: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
         hidden, residual = self.input_layernorm(hidden, residual)
         if taps is not None:
             taps.append(residual)
         hidden, residual = self.post_attention_layernorm(self.self_attn(hidden, step), residual)
-        return self.mlp(hidden), residual
+        hidden = self.mlp(hidden)
+        return hidden if self.crosses else complete(hidden), residual
 
 
 class MixerLayer(WeightedLayer):

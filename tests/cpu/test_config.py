@@ -33,6 +33,52 @@ def test_flags_are_read():
     assert ParallelConfig.from_args(args).tensor_parallel_size == 4
 
 
+FLAG = ["--enable-flashinfer-allreduce-fusion"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "enabled", "auto", "decided_by"),
+    [
+        ([], False, False, "the default"),
+        (FLAG, True, False, "--enable-flashinfer-allreduce-fusion"),
+        (["--flashinfer-allreduce-fusion=on"], True, False, "--flashinfer-allreduce-fusion on"),
+        (["--flashinfer-allreduce-fusion=off"], False, False, "--flashinfer-allreduce-fusion off"),
+        (["--flashinfer-allreduce-fusion", "off", *FLAG], False, False, "--flashinfer-allreduce-fusion off"),
+        (["--flashinfer-allreduce-fusion=auto"], False, True, "--flashinfer-allreduce-fusion auto"),
+        ([*FLAG, "--flashinfer-allreduce-fusion=auto"], True, False, "--enable-flashinfer-allreduce-fusion"),
+    ],
+)
+def test_off_beats_on_and_on_beats_auto(argv, enabled, auto, decided_by):
+    config = FusionConfig.from_args(parse(*argv))
+    assert (config.enabled, config.auto, config.decided_by) == (enabled, auto, decided_by)
+
+
+def test_an_unknown_mode_names_the_choices(capsys):
+    with pytest.raises(SystemExit):
+        parse("--flashinfer-allreduce-fusion=maybe")
+    assert "invalid choice: 'maybe'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "enabled", "why"),
+    [
+        ("A", 2, True, "auto: A on 2 tensor-parallel ranks"),
+        ("A", 1, False, "auto: A on 1 tensor-parallel rank has no sums"),
+        ("B", 2, False, "auto: B is not among A, C"),
+    ],
+)
+def test_auto_is_settled_by_architecture_and_ranks(architecture, ranks, enabled, why):
+    settled = FusionConfig(auto=True, backend="shm").settle(architecture, {"A", "C"}, ranks)
+    assert (settled.enabled, settled.auto, settled.backend, settled.decided_by) == (enabled, False, "shm", why)
+    for fixed in (FusionConfig(enabled=True), FusionConfig()):
+        assert fixed.settle(architecture, {"A"}, ranks) is fixed
+
+
+def test_auto_and_enabled_exclude_each_other():
+    with pytest.raises(ValueError, match="auto means that enabled is not decided"):
+        FusionConfig(enabled=True, auto=True)
+
+
 @pytest.mark.parametrize("limit", ["0", "-1", "many", "1.5", ""])
 def test_a_limit_that_is_no_positive_number_is_refused(limit, capsys):
     with pytest.raises(SystemExit):
