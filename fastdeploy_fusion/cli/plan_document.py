@@ -62,8 +62,8 @@ def make(
 
 
 def _read(config_file: Path) -> models.ModelConfig:
-    values = models.config.read_json(config_file)
-    models.registry.check_architecture(models.config.architecture_of(values))
+    values = models.hf_json.read_json(config_file)
+    models.registry.check_architecture(models.hf_json.architecture_of(values))
     return models.ModelConfig.from_hf(values)
 
 
