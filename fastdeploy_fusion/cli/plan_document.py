@@ -33,7 +33,7 @@ def make(
         ValueError: the model does not run under the layout. CheckpointError: config.json can't be used.
     """
     config = models.load_config(config_file.parent) if config_file.name == "config.json" else _read(config_file)
-    fusion = dataclasses.replace(fusion, enabled=why_not_fused(layout) is None)
+    fusion = dataclasses.replace(fusion, enabled=why_not_fused(layout) is None, auto=False)
     shape = WorkspacePlan(layout.tensor_parallel_size, config.hidden_size, dtype, 1)
     device = named_gpu(gpu, gpus_per_host) if gpu is not None else this_machine(fusion, shape)
     stages = _stages(config, layout, fusion, dtype)
