@@ -12,12 +12,14 @@ PACKAGE = "fastdeploy_fusion"
 
 # From the ground up. A module may import from its own layer and from those below; no cycles inside a layer.
 LAYERS = [
-    {"errors", "config", "env", "faults", "sites", "policy", "tuned", "deadline", "topology", "metrics", "hardware"},
+    {"errors", "config", "env", "faults", "sites", "policy", "tuned", "deadline", "topology", "metrics", "hardware"}
+    | {"remedies"},
     {"launch", "channel", "groups", "partial", "reference"},
     {"backends"},
     {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel", "forecast"},
     {"layers"},
     {"checkpoint", "weights", "integrations", "models", "tuning"},
+    {"serve"},
     {"supervise", "cli", "__main__"},
     {"__init__"},  # the public names, each imported when first asked for
 ]
