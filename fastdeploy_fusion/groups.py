@@ -67,6 +67,8 @@ class RankGroup:
         on_cpu = tensor.place.is_cpu_place()
         if on_cpu:
             self.check_equal([list(tensor.shape), str(tensor.dtype)], "all_reduce")
+        if tensor.size == 0:
+            return tensor
         dtype = tensor.dtype
         widen = on_cpu and dtype in (paddle.float16, paddle.bfloat16)
         total = tensor.astype("float32") if widen else tensor.contiguous().clone()
@@ -79,6 +81,8 @@ class RankGroup:
             return [tensor]
         if tensor.place.is_cpu_place():
             self.check_equal([list(tensor.shape), str(tensor.dtype)], "all_gather")
+        if tensor.size == 0:  # gloo would end the process with SIGFPE
+            return [tensor] * self.size
         gathered: list[Any] = []
         dist.all_gather(gathered, tensor.contiguous(), group=self.paddle_group)
         return gathered
