@@ -24,6 +24,8 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
+SERVE = ["fastapi", "uvicorn", "jinja2"]
+
 setup(
     name="fastdeploy-fusion",
     version="0.1.0",
@@ -46,7 +48,11 @@ setup(
     ],
     extras_require={
         "gpu": ["flashinfer-python", "apache-tvm-ffi"],
-        "test": ["pytest", "pytest-timeout", "ruff", "mypy", "matplotlib", "apache-tvm-ffi", "setuptools>=70.1"],
+        "serve": SERVE,
+        "test": [
+            *["pytest", "pytest-timeout", "ruff", "mypy", "matplotlib", "apache-tvm-ffi", "setuptools>=70.1"],
+            *[*SERVE, "openai", "httpx"],
+        ],
     },
     entry_points={"console_scripts": ["fastdeploy-fusion=fastdeploy_fusion.cli:main"]},
     classifiers=[

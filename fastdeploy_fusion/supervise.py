@@ -14,11 +14,13 @@ from typing import Any
 from .launch import free_endpoints, rank_command, rank_environment
 
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_DRAIN_MARGIN_S = 10.0  # what ranks that drain may take to close, after their own time limit
 _STAGGER_S = 0.15  # Paddle's client sleeps 3 s when rank 0 does not listen yet
 _SETTLE_S = 0.3  # the rank that failed first need not be the first to be heard of
 _SETTLE_FOR_CAUSE_S = 2.0  # all that is known is that a peer is lost: time for that peer's own word
 _POLL_S = 0.02
 _KEPT_BYTES = 65536
+_STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # how ranks end that SIGTERM met before they could drain
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -61,7 +63,7 @@ class _Rank:
             return None
         if code < 0:
             text = f"rank {self.rank} of {num_ranks} was killed by {signal.Signals(-code).name}"
-            return Failure(0, self.rank, text, silent=True)
+            return Failure(0, self.rank, text, code, silent=True)
         text = f"rank {self.rank} of {num_ranks} left before the work was done, with exit code {code}"
         return Failure(1, self.rank, text, silent=True)
 
@@ -70,32 +72,47 @@ class _Rank:
 class _Job:
     ranks: list[_Rank] = field(default_factory=list)
     asked_to_stop: int = 0
+    times_asked: int = 0
 
     def ask_to_stop(self, number: int, frame: Any) -> None:
         self.asked_to_stop = number
+        self.times_asked += 1
+
+    def is_over(self, drain_until: float | None) -> bool:
+        """Whether the ranks have had all the time they get, once somebody asked to stop."""
+        if not self.asked_to_stop:
+            return False
+        return drain_until is None or self.times_asked > 1 or time.monotonic() > drain_until
 
 
-def launch(target: str, argv: list[str], num_ranks: int, *, show_traceback: bool = False) -> int:
+def launch(
+    target: str, argv: list[str], num_ranks: int, *, show_traceback: bool = False, drain_s: float | None = None
+) -> int:
     """Runs `target` ("module:function") with `argv` on `num_ranks` ranks of this host; returns the exit code.
 
     Rank 0's stdout and stderr are this process's; the other ranks' are kept (the last 64 KiB) and shown only when
     such a rank dies without saying why. When a rank is lost the others are ended (SIGTERM, SIGKILL after 3 s), the
     first error is written to stderr once, and the code is not 0: the one the rank gave, 1 otherwise, 128+N after
     signal N to the launcher. Must be called in the main thread.
+
+    With `drain_s`, a signal to the launcher is handed to rank 0 as SIGTERM, and the ranks get so many seconds to end by
+    themselves; the code is then 0 if all did. A second signal ends them at once.
     """
     job = _Job()
     with _handling_signals(job):
         try:
             _start(job, target, argv, num_ranks)
-            failures = _watch(job)
+            failures = _watch(job, drain_s)
         finally:
             _end(job)
-    if job.asked_to_stop:
-        return 128 + job.asked_to_stop
+    stopped = any(failure.code in _STOPPED for failure in failures)  # then the others only lost a peer
+    if job.asked_to_stop and (stopped or not failures):
+        done = drain_s is not None and all(rank.process.returncode == 0 for rank in job.ranks)
+        return 0 if done else 128 + job.asked_to_stop
     if failures:
         first = min(failures, key=lambda failure: failure.order)
         _show(first, job.ranks[first.rank], show_traceback)
-        return first.code or 1
+        return 1 if first.silent else first.code or 1
     return 0
 
 
@@ -125,10 +142,16 @@ def _start(job: _Job, target: str, argv: list[str], num_ranks: int) -> None:
             time.sleep(_STAGGER_S)
 
 
-def _watch(job: _Job) -> list[Failure]:
-    """Until every rank is done, a failure has settled, or the launcher was asked to stop."""
-    failing_since = None
-    while not job.asked_to_stop:
+def _watch(job: _Job, drain_s: float | None) -> list[Failure]:
+    """Until every rank is done, a failure has settled, or the time after being asked to stop is over."""
+    failing_since = drain_until = None
+    while True:
+        if job.asked_to_stop and drain_until is None and drain_s is not None:
+            drain_until = time.monotonic() + drain_s + _DRAIN_MARGIN_S
+            if job.ranks[0].process.poll() is None:
+                job.ranks[0].process.terminate()  # it tells the others
+        if job.is_over(drain_until):
+            return []
         all_ended = all(rank.process.poll() is not None for rank in job.ranks)
         for rank in job.ranks:
             rank.drain()
@@ -141,7 +164,6 @@ def _watch(job: _Job) -> list[Failure]:
             if time.monotonic() - failing_since > (_SETTLE_S if cause_known else _SETTLE_FOR_CAUSE_S):
                 return failures
         time.sleep(_POLL_S)
-    return []
 
 
 def _end(job: _Job) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from .. import env
 from ..launch import error_message
-from . import generate, plan, tune
+from . import generate, plan, serve, tune
 from .parser import Parser, parse
 
-COMMANDS = (generate, plan, tune)  # modules with NAME, HELP, add_arguments(parser) and run(args, argv) -> exit code
+# Modules with NAME, HELP, add_arguments(parser) and run(args, argv) -> exit code.
+COMMANDS = (generate, serve, plan, tune)
 
 
 def build_parser() -> Parser:

@@ -57,7 +57,7 @@ def test_metadata(wheel):
     needs = re.findall(r"^Requires-Dist: ([\w-]+)([^;\n]*)$", metadata, re.MULTILINE)
     assert {name for name, _ in needs} >= {"paddlepaddle", "numpy", "safetensors", "tokenizers", "tqdm"}
     assert ("paddlepaddle", ">=3.3") in needs
-    assert set(re.findall(r"^Provides-Extra: (\w+)$", metadata, re.MULTILINE)) == {"gpu", "test"}
+    assert set(re.findall(r"^Provides-Extra: (\w+)$", metadata, re.MULTILINE)) == {"gpu", "serve", "test"}
     assert "fastdeploy-fusion = fastdeploy_fusion.cli:main" in read(wheel, ".dist-info/entry_points.txt")
     assert "Apache License" in read(wheel, "LICENSE")
 
