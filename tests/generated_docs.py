@@ -1,4 +1,4 @@
-"""Parts of docs/ that tests write: FDFUSION_WRITE_DOCS=1 writes them, every other run checks that they are as written."""
+"""Parts of docs/ that tests write: FDFUSION_WRITE_DOCS=1 writes them, every other run checks that they are current."""
 
 import os
 from pathlib import Path
