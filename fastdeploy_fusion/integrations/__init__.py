@@ -1,0 +1,1 @@
+"""Adapters for engines. Nothing of an engine is imported: its objects are taken by their attributes."""
