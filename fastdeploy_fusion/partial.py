@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from .fusion import AllReduceFusion
 
 
+class _NotATensor(TypeError, AttributeError):
+    """An AttributeError too, so that ``hasattr`` and ``getattr`` with a default say that there is no such thing."""
+
+
 class PartialSum:
     """This rank's share of a sum over ``fusion``'s group.
 
@@ -47,13 +51,19 @@ class PartialSum:
         return self._tensor
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(
+        raise _NotATensor(
             "a PartialSum is not a tensor: its ranks still have to add it up. Give it to RMSNorm, or call complete()"
         )
 
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
     __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __len__ = __iter__ = __bool__ = __float__ = _refuse
     __array__ = __dlpack__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        """What tensors have and this has not: ``place``, ``reshape``, ``numpy``, ..."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
 
     def __repr__(self) -> str:
         state = "consumed" if self._tensor is None else f"shape={self._tensor.shape}, dtype={self._tensor.dtype}"

@@ -101,7 +101,7 @@ BUFFER = "rotary buffer, computed here"
 def skip_rule(key: str, num_hidden_layers: int, tied_head: str | None = None) -> str | None:
     """The rule by which a stored tensor is left out, or None. Layer numbers count whatever stands before them."""
     layer = _layer_of(key)
-    if layer is not None and layer >= num_hidden_layers:
+    if (layer is not None and layer >= num_hidden_layers) or key.startswith("mtp."):
         return MTP_LAYER
     if key.endswith("rotary_emb.inv_freq"):
         return BUFFER
