@@ -5,10 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from fastdeploy_fusion.models import SamplingParams, build, generate, load_config, load_model, prompt_logits
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_fusion.errors import CheckpointError
+from fastdeploy_fusion.models import SamplingParams, build, generate, load_config, load_model, prompt_logits
 from fastdeploy_fusion.weights import MTP_LAYER
 from tests.fake_tp import FakeTp
 from tests.references import load_reference
