@@ -103,6 +103,21 @@ def test_json_answers(data, model, ranks, flags):
     assert bool(calls(document, "plain")) == (ranks > 1 and flags != FUSED)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    ["--data-parallel-size=2", "--context-parallel-size=2", "--pipeline-parallel-size=2 --tensor-parallel-size=2"],
+)
+def test_every_layout_gives_the_same_answers_in_the_order_of_the_prompts(data, sizes):
+    model = data / "glm4_moe_a"
+    argv = ["--model", model, *prompts_of(model), "--max-new-tokens", "24", "--json", *sizes.split(), *FUSED]
+    code, out, err = run(*argv)
+    assert code == 0, err
+    document = json.loads(out)
+    check_answers(document, model)
+    assert document["stats"]["num_ranks"] == 2 ** len(sizes.split())
+    assert document["stats"]["new_tokens"] == 24 * 5
+
+
 def test_text_answers_and_the_closing_line(data, tmp_path):
     model = data / "glm4_moe_a"
     entries = expected(model)[:3]
@@ -137,9 +152,11 @@ def test_an_eos_token_ends_an_answer_and_is_not_part_of_it(data, tmp_path):
 
 def test_a_seed_gives_the_same_samples_on_any_number_of_ranks(data):
     argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "12", "--json"]
+    argv += ["--prompt", "one more"]
     sampling = ["--temperature", "0.9", "--top-p", "0.95", "--seed", "7"]
-    one, two = (json.loads(run(*argv, *sampling, *size(ranks))[1])["results"] for ranks in (1, 2))
-    assert one == two
+    sizes = (size(1), size(2), ("--data-parallel-size", "2"))
+    one, *others = (json.loads(run(*argv, *sampling, *flags)[1])["results"] for flags in sizes)
+    assert others == [one, one]
     assert one[0]["token_ids"] != expected(data / "glm4_moe_a")[4]["greedy_ids"][:12]
 
 
