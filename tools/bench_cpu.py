@@ -3,6 +3,7 @@
 
     python tools/bench_cpu.py                      # 2 ranks, hidden 4096, 1 8 64 512 tokens
     python tools/bench_cpu.py --generate           # and `generate` on a model made for it, fused and unfused
+    python tools/bench_cpu.py --cross-layer        # and one forward of it, with and without sums crossing layers
 
 The sides alternate in blocks of calls within one process set, so that both see the same machine. Medians and 99th
 percentiles of the calls of the slowest rank. The gloo side gets Paddle's fastest norm for the processor: its fused
@@ -134,6 +135,55 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
     return {"size": args.size, "tokens_per_second": speeds, "ratio": medians["fused"] / medians["unfused"]}
 
 
+def bench_cross_layer(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One decoding forward, by sequences: a layer's last sum reduced in the next layer's norm, or at its own end."""
+    from tests.ranks import run_ranks
+
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
+        subprocess.run([sys.executable, ROOT / "tools/make_checkpoint.py", folder, "--size", args.size], check=True)
+        body = "tools.bench_cpu:measure_crossing"
+        per_rank = run_ranks(args.ranks, body, folder, args.sequences, args.seconds, timeout_s=600)
+    table = []
+    for index, num_sequences in enumerate(args.sequences):
+        # A forward ends when its last rank has the result.
+        slowest = [list(map(max, zip(*(rank[index][side] for rank in per_rank), strict=True))) for side in (0, 1)]
+        crossing, ending = (1e3 * sorted(seconds)[len(seconds) // 2] for seconds in slowest)
+        row = {"sequences": num_sequences, "calls": len(slowest[0]), "next_norm_ms": crossing, "own_end_ms": ending}
+        table.append({**row, "ratio": ending / crossing})
+    return table
+
+
+def measure_crossing(rank: int, num_ranks: int, folder: str, counts: list[int], budget_s: float) -> list[Any]:
+    """Seconds of each forward: [sequences][side][call]; the sides alternate. Runs on every rank."""
+    import numpy as np
+    import paddle
+
+    from fastdeploy_fusion import AllReduceFusion, FusionConfig, groups, models
+    from fastdeploy_fusion.layers import PackedBatch
+
+    world, config, rows = groups.init_world(), models.load_config(folder), []
+    with AllReduceFusion.open(FusionConfig(enabled=True), group=world, hidden_size=config.hidden_size) as fusion:
+        model = models.load_model(folder, fusion, progress=False)
+        for count in counts:
+            tokens, cache = paddle.to_tensor(np.arange(count)), model.new_cache(count, 64)
+            batch = PackedBatch(tuple(range(count)), (32,) * count, (1,) * count)
+            times: list[list[float]] = [[], []]
+            until, done = time.perf_counter() + budget_s, False
+            while not done:
+                for crosses, seconds in zip((True, False), times, strict=True):
+                    for layer in model.layers:
+                        layer.crosses = crosses
+                    world.barrier()
+                    start = time.perf_counter()
+                    model.logits(model(tokens, batch, cache))
+                    seconds.append(time.perf_counter() - start)
+                done = world.broadcast_object(len(times[0]) > 5 and time.perf_counter() > until)
+            rows.append([seconds[2:] for seconds in times])
+        assert {path for _, path, _ in fusion.counters} == {"fused"}, fusion.counters
+    return rows
+
+
 def _generate_speed(folder: str, args: argparse.Namespace, flags: list[str]) -> float:
     command = [
         sys.executable, "-m", "fastdeploy_fusion", "generate", "--model", folder, "--json", "--ignore-eos",
@@ -153,6 +203,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--seconds", type=float, default=6.0, help="for one token count (default: %(default)s)")
     parser.add_argument("--generate", action="store_true", help="also measure the command line's tokens per second")
+    parser.add_argument("--cross-layer", action="store_true", help="also measure sums that cross into the next layer")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16], help="of --cross-layer's forwards")
     parser.add_argument("--size", default="bench", help="of the model made for it (tools/make_checkpoint.py)")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -175,6 +227,15 @@ def main() -> None:
             f"unfused {speeds['unfused']:.1f}, fused {speeds['fused']:.1f} tokens/s "
             f"({report['generate']['ratio']:.2f}x; medians of {args.repeats})"
         )
+    if args.cross_layer:
+        report["cross_layer"] = bench_cross_layer(args)
+        print(f"one decoding forward, model '{args.size}', fused; milliseconds")
+        print(f"{'sequences':>9} {'summed at layer end':>20} {'in next norm':>13} {'faster':>7} {'calls':>6}")
+        for row in report["cross_layer"]:
+            print(
+                f"{row['sequences']:>9} {row['own_end_ms']:>20.2f} {row['next_norm_ms']:>13.2f} "
+                f"{row['ratio']:>6.2f}x {row['calls']:>6}"
+            )
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
 
