@@ -1,5 +1,9 @@
 """A layer's last sum crosses into the next one: every reader that forgets to complete it fails with a TypeError."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import numpy as np
 import paddle
 import pytest
@@ -15,11 +19,13 @@ from fastdeploy_fusion.layers import (
     ops,
 )
 from fastdeploy_fusion.models import build, load_config, load_model
+from fastdeploy_fusion.parallel import Parallel
 from fastdeploy_fusion.partial import PartialSum
 from fastdeploy_fusion.sites import fusable
 from tests.fake_tp import FakeTp, fill
 
 HIDDEN = 8
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Doubling(RowParallelLinear):
@@ -99,6 +105,18 @@ def test_every_sum_of_a_model_reaches_a_norm(data, name):
     assert len(tp.normed) == sums and tp.reduced == [[3, config.hidden_size]]
     names = [[(s.key, s.shape) for s in m.checkpoint_tensors()] for m in (model, build(config, FakeTp(0, 2)))]
     assert names[0] == names[1]
+
+
+def test_the_guides_model_runs_and_all_its_sums_reach_a_norm(data):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_model.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code, names)
+    config = dataclasses.replace(load_config(data / "qwen3_moe_a"), moe=None)
+    tp = FakeTp(0, 2, defers=True)
+    model = names["Qwen3ForCausalLM"](config, Parallel.around(tp))
+    fill(model)
+    model(paddle.arange(3), PackedBatch((0,), (0,), (3,)), model.new_cache(1, 3))
+    assert len(tp.normed) == 2 * config.num_hidden_layers and len(tp.reduced) == 1
 
 
 @pytest.fixture
