@@ -34,6 +34,8 @@ def generate_on_this_rank(
     """
     with answer_only_on_stdout() as answer:
         quiet_paddle()
+        import paddle  # noqa: F401  (before the handler, which it would replace)
+
         leave_on_sigterm()
         wait_for_first_rank()
         document = _generate(args, layout, fusion, model_dir, prompts)

@@ -69,6 +69,8 @@ def share_last(group: "RankGroup", tensor: Any, shape: list[int], dtype: str) ->
     """The last stage's ``tensor`` on all stages, where the others give None. Collective over the pipeline group."""
     if group.size == 1:
         return tensor
+    if paddle.get_device().startswith("cpu"):
+        group.check_equal(shape, "sharing the last stage's tensor")  # it names a rank that is lost; gloo doesn't
     shared = paddle.empty(shape, dtype=dtype) if tensor is None else tensor.contiguous()
     dist.broadcast(shared, src=group.ranks[-1], group=group.paddle_group)
     return shared

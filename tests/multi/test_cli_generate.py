@@ -172,10 +172,11 @@ def test_paddles_launcher_starts_the_ranks_as_well(data, tmp_path):
     check_answers(json.loads(line), model)
 
 
-def generate_with_fault(data, fault):
+def generate_with_fault(data, fault, *sizes):
     begin = time.monotonic()
-    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "24", *size(2), *FUSED]
-    code, out, err = run(*argv, FDFUSION_FAULT=fault)
+    argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--prompt", "p", "--max-new-tokens", "24"]
+    code, out, err = run(*argv, *size(2), *sizes, *FUSED, FDFUSION_FAULT=fault)
+    assert "Traceback" not in err and "FatalError" not in err, err
     return code, out, [line for line in err.splitlines() if line.startswith("error:")], time.monotonic() - begin
 
 
@@ -227,6 +228,13 @@ def test_a_rank_that_raises_ends_all(data):
     code, out, errors, seconds = generate_with_fault(data, "call:1:raise:9")
     assert (code, out, errors) == (1, "", ["error: rank 1 of 2: injected fault at call"])
     assert seconds < 15
+
+
+@pytest.mark.parametrize("sizes", ["--data-parallel-size=2", "--pipeline-parallel-size=2"])
+def test_the_rank_that_raises_is_the_one_named_in_other_layouts(data, sizes):
+    code, out, errors, seconds = generate_with_fault(data, "call:3:raise:9", sizes)
+    assert (code, out, errors) == (1, "", ["error: rank 3 of 4: injected fault at call"])
+    assert seconds < 30
 
 
 def test_a_backend_that_fails_at_the_start_is_replaced_and_said(data):
