@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from .. import env
 from ..launch import error_message
-from . import generate, plan, serve, tune
+from . import doctor, generate, plan, serve, tune
 from .parser import Parser, parse
 
 # Modules with NAME, HELP, add_arguments(parser) and run(args, argv) -> exit code.
-COMMANDS = (generate, serve, plan, tune)
+COMMANDS = (doctor, plan, generate, serve, tune)
 
 
 def build_parser() -> Parser:

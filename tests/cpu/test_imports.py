@@ -16,7 +16,7 @@ LAYERS = [
     | {"remedies"},
     {"launch", "channel", "groups", "partial", "reference"},
     {"backends"},
-    {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel", "forecast"},
+    {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel", "forecast", "diagnosis"},
     {"layers"},
     {"checkpoint", "weights", "integrations", "models", "tuning"},
     {"serve"},

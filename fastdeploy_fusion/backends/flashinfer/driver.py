@@ -62,6 +62,21 @@ def device_facts(index: int) -> dict[str, Any]:
     }
 
 
+def describe(index: int) -> dict[str, Any]:
+    """For people: the device's name, its memory in bytes, and the CUDA version that the driver serves."""
+    _call("cuInit", 0)
+    device = _int("cuDeviceGet", index)
+    name, memory = ctypes.create_string_buffer(128), ctypes.c_size_t()
+    _call("cuDeviceGetName", name, len(name), device)
+    _call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
+    version = _int("cuDriverGetVersion")
+    return {
+        "name": name.value.decode(errors="replace"),
+        "memory_bytes": memory.value,
+        "driver_cuda": f"{version // 1000}.{version % 1000 // 10}",
+    }
+
+
 def make_current(index: int) -> None:
     """Make the device's primary context, which Paddle and torch share, the calling thread's."""
     _call("cuInit", 0)
