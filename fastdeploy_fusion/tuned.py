@@ -29,8 +29,8 @@ class Entry:
     device .. paddle: what it was measured on, and so holds for. world_size .. pattern: the case.
     crossed: False when the fused path was still ahead at ``measured_to``, the largest count measured.
     mode: ``eager`` or ``graph``. how: how the plain side added up and normalised, in words.
-    curve: ``{"tokens": 8, "us": {"fused": .., "pure": .., "plain": ..}, "spread": {..}, "rounds": 9}`` by tokens; what
-        the limit was found with. check: the same at counts that the search did not look at.
+    curve: ``{"tokens": 8, "us": {"fused": .., "pure": .., "plain": ..}, "spread": {..}, "behind": {..}, "rounds": 9}``
+        by tokens; what the limit was found with. check: the same at counts that the search did not look at.
     """
 
     device: str

@@ -37,9 +37,16 @@ class Sample:
         """This sample with the rounds of another one of the same count, taken at another time."""
         return Sample(self.tokens, {side: [*times, *other.rounds[side]] for side, times in self.rounds.items()})
 
+    def behind(self) -> dict[str, tuple[float, float]]:
+        """Side -> confidence interval of its time over the fastest side's, round by round."""
+        fastest = min(self.rounds, key=self.median)
+        return {side: ratio_interval(times, self.rounds[fastest]) for side, times in self.rounds.items()}
+
     def to_dict(self) -> dict[str, Any]:
+        """What tables hold. ``behind`` is the lower end of ``behind()``: so much slower it is for certain."""
         return {
             "tokens": self.tokens,
+            "behind": {side: round(low, 4) for side, (low, _) in self.behind().items()},
             "us": {side: round(self.median(side), 3) for side in self.rounds},
             "spread": {side: round(self.spread(side), 4) for side in self.rounds},
             "rounds": len(next(iter(self.rounds.values()))),

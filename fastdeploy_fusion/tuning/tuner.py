@@ -1,6 +1,7 @@
 """From cases to table entries: opens the workspace, searches, looks a second time at other counts."""
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ def tune(group: RankGroup, plan: Plan) -> list[tuned.Entry]:
         FusionError: there is nothing to tune (one rank, no fused backend), with the reason.
     """
     config = FusionConfig(enabled=True, backend=plan.backend, num_max_tokens=plan.max_tokens)
+    if group.rank == 0:
+        _warn_if_busy()
     entries = []
     for hidden in plan.hidden_sizes:
         for dtype in plan.dtypes:
@@ -49,11 +52,23 @@ def tune(group: RankGroup, plan: Plan) -> list[tuned.Entry]:
     return entries
 
 
+def _warn_if_busy() -> None:
+    busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if busy > cores / 4:
+        log.warning(
+            "other processes keep %.1f of this machine's %d cores busy: limits found now may not hold on a quiet one",
+            busy,
+            cores,
+        )
+
+
 def _conditions(group: RankGroup, config: FusionConfig, hidden: int, dtype: str) -> dict[str, str]:
     name = resolve(config.backend, probe.device())
     facts = probe.rank_facts(name, config, WorkspacePlan(group.size, hidden, dtype, 1))
-    group.check_equal(facts["tuned"]["here"], "tune")
     here: dict[str, str] = facts["tuned"]["here"]
+    group.check_equal(here, "tune")
+    if not here["device"]:
+        raise FusionError(f"a table needs to say what it holds for: {facts['tuned']['refusal']}")
     return here
 
 

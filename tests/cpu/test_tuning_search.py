@@ -129,3 +129,11 @@ class TestRegret:
         lines = regret.table(self.ROWS, {"flat": 8192, "tuned": 8}).splitlines()
         assert lines[0] == "| tokens | fused, us | plain, us | fastest | flat (8192) | tuned (8) |"
         assert lines[-1].split("|")[-3:-1] == [" **20.0%** ", " **0.0%** "]
+
+    def test_noise_is_no_certain_regret(self):
+        rng = random.Random(3)
+        noisy = [[1 + rng.uniform(-0.5, 0.5) for _ in range(15)] for _ in range(2)]
+        row = Sample(8, {"fused": [1.02 * t for t in noisy[0]], "plain": noisy[1]}).to_dict()
+        assert regret.certain(row, 8) < 0.02
+        row = Sample(8, {"fused": [1.3] * 15, "plain": [1.0] * 15}).to_dict()
+        assert regret.certain(row, 8) == pytest.approx(0.3) and regret.certain(row, 4) == 0

@@ -92,7 +92,7 @@ def _view(torch: Any, tensor: Any) -> Any:
 
 def _copy(tensor: Any) -> Any:
     """A second tensor with the same values, by copies alone: Paddle's own kernels may be missing for this GPU."""
-    return paddle.to_tensor(tensor.numpy())
+    return paddle.to_tensor(tensor.numpy(), dtype=tensor.dtype)
 
 
 def _torch_world(torch: Any) -> Any:
