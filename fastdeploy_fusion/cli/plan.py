@@ -1,6 +1,7 @@
 """`fastdeploy-fusion plan`: what a model would fuse on a layout and a device. No GPU, no weights, no ranks."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Prints the plan that fusion switched on would follow, whether or not its flag is given.
+    """Prints the plan that is followed with fusion on, whether or not a flag says so; ``off`` plans without.
 
     Raises:
         UsageError: the model can't be read, or does not run under the layout.
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             document = plan_document.make(
                 config_file,
                 layout,
-                FusionConfig.from_args(args),
+                _settings(args),
                 gpu=args.gpu,
                 gpus_per_host=args.gpus_per_host,
                 dtype=args.dtype or ("bfloat16" if args.gpu else "float32"),
@@ -67,6 +68,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             text = None if args.json else plan_text.render(document, all_sites=args.all_sites, layer=args.layer)
         answer.write(json.dumps(document) + "\n" if text is None else text)
     return 0
+
+
+def _settings(args: argparse.Namespace) -> FusionConfig:
+    off = args.flashinfer_allreduce_fusion == "off"
+    return dataclasses.replace(FusionConfig.from_args(args), enabled=not off, auto=False)
 
 
 def _find_config(model: str | None) -> Path:
