@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.multi.layout_bodies import run_cases_of
 from tests.ranks import run_cases
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -17,6 +18,10 @@ MODES = {
 SUMS_A_LAYER = {"glm4_moe_a": 2, "glm4_moe_b": 2, "qwen3_moe_a": 2, "deepseek_v3_a": 2, "nemotron_h_a": 1}
 # Latent experts, one group, the older config; no q_lora, YaRN, biases, the older config.
 VARIANTS = {"nemotron_h_b": 1, "deepseek_v3_b": 2}
+LAYOUTS = {
+    "deepseek_v3_a": {"tensor_parallel_size": 2, "context_parallel_size": 2},
+    "nemotron_h_b": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel_size": 2},
+}
 CASES = [(name, mode) for name in SUMS_A_LAYER for mode in MODES] + [(name, "fused") for name in VARIANTS]
 
 
@@ -99,6 +104,9 @@ def found(request):
     cases = [case for case in CASES if request.param > 1 or case[1] == "both paths" or case[0] in VARIANTS]
     runs = [(run_model, *case) for case in cases]
     checks = [(completed_values, name) for name in ("glm4_moe_b", "nemotron_h_a") if request.param == 2]
+    if request.param == 4:
+        one = {"fused": True, "ways": ["packed"]}
+        checks = [(run_cases_of, layout, [{**one, "checkpoint": name}]) for name, layout in LAYOUTS.items()]
     results = run_cases(request.param, [*runs, *checks], timeout_s=175)
     return request.param, dict(zip(cases, results, strict=False)), results[len(runs) :]
 
@@ -145,8 +153,16 @@ def test_the_paths_taken_are_the_modes(reports):
             assert paths == (expected[mode] if num_ranks > 1 else set()), (name, mode, report["counters"])
 
 
+def test_the_next_stage_and_other_layouts_see_completed_values(found):
+    """GLM4-MoE under every layout is in test_layouts.py; here, latent keys cross ranks and a hybrid's stream stages."""
+    num_ranks, _, checks = found
+    for ranks in checks if num_ranks == 4 else ():
+        for (report,) in ranks:
+            assert report["errors"]["packed"] < TOLERANCE and report["tokens"] == {"packed": True}, report
+
+
 def test_draft_models_and_early_exits_see_completed_values_at_no_extra_reduction(found):
-    for ranks in found[2]:
+    for ranks in found[2] if found[0] == 2 else ():
         for report in ranks:
             assert report["error"] < 1e-5
             assert report["sums"] == [report["expected"], report["expected"]]
