@@ -27,13 +27,13 @@ def make(
     dtype: str,
     token_counts: Sequence[int],
 ) -> dict[str, Any]:
-    """The plan of one copy of the model with fusion on. ``token_counts``: rows that a rank holds in one forward.
+    """The plan of one copy of the model. ``token_counts``: rows that a rank holds in one forward.
 
     Raises:
         ValueError: the model does not run under the layout. CheckpointError: config.json can't be used.
     """
     config = models.load_config(config_file.parent) if config_file.name == "config.json" else _read(config_file)
-    fusion = dataclasses.replace(fusion, enabled=why_not_fused(layout) is None, auto=False)
+    fusion = dataclasses.replace(fusion, enabled=fusion.enabled and why_not_fused(layout) is None)
     shape = WorkspacePlan(layout.tensor_parallel_size, config.hidden_size, dtype, 1)
     device = named_gpu(gpu, gpus_per_host) if gpu is not None else this_machine(fusion, shape)
     stages = _stages(config, layout, fusion, dtype)
@@ -49,6 +49,7 @@ def make(
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "dtype": dtype,
+        "enabled": fusion.enabled,
         "layout": dataclasses.asdict(layout),
         "num_ranks": layout.world_size,
         "device": {"name": device.name, "sm": device.sm},

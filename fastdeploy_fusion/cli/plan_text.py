@@ -38,8 +38,8 @@ def _head(d: dict[str, Any]) -> Iterator[str]:
         limits = f"{limit} tokens" + (f" ({own} without a norm)" if own != limit else "")
         made = (
             f"{group['backend']}, fused up to {limits}, workspace {_bytes(group['workspace_bytes_a_rank'])} a rank"
-            if group["unavailable"] is None
-            else f"plain: {group['unavailable']}"
+            if d["enabled"] and group["unavailable"] is None
+            else f"plain: {group['unavailable'] or 'fusion is off'}"
         )
         yield f"ranks {_ranks(group['ranks'])}{like_it}: {made}"
 

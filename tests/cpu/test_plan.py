@@ -117,6 +117,15 @@ def test_refusals_are_the_backends_own(capfd):
         assert words in document["sites"][0]["paths"]["1"]["detail"]
 
 
+@pytest.mark.parametrize(("mode", "path", "op"), [("off", "plain", "all_reduce"), ("auto", "fused", "add_rms_norm")])
+def test_off_plans_without_fusion_and_auto_with(capfd, mode, path, op):
+    argv = ("--tensor-parallel-size", 4, "--gpu", "h200", "--flashinfer-allreduce-fusion", mode)
+    document = plan_json(capfd, "--model", CONFIGS / "glm_4_5_air", *argv)
+    last = document["sites"][-1]
+    assert (last["paths"]["1"]["path"], last["op"]) == (path, op)
+    assert (last["paths"]["1"]["reason"] == "fusion is off") == (mode == "off")
+
+
 def test_two_groups_on_two_hosts_each_have_one_host(capfd):
     argv = ("--tensor-parallel-size", 4, "--data-parallel-size", 2, "--gpu", "h200", "--gpus-per-host", 4)
     (group,) = plan_json(capfd, "--model", CONFIGS / "glm_4_5_air", *argv)["groups"]
@@ -163,7 +172,7 @@ def test_made_up_facts_have_what_the_backends_read():
         document = plan_document.make(
             CONFIGS / "glm_4_5_air/config.json",
             ParallelConfig(tensor_parallel_size=2),
-            FusionConfig(),
+            ON,
             gpu=gpu,
             gpus_per_host=8,
             dtype="bfloat16",
