@@ -1,4 +1,4 @@
-"""docs/architecture.md: its tree is made from the layers that test_imports enforces and the modules' own first lines."""
+"""docs/architecture.md: its tree is made from the layers that test_imports enforces, in the modules' own words."""
 
 import ast
 
