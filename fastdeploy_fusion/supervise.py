@@ -65,7 +65,7 @@ class _Rank:
             text = f"rank {self.rank} of {num_ranks} was killed by {signal.Signals(-code).name}"
             return Failure(0, self.rank, text, code, silent=True)
         text = f"rank {self.rank} of {num_ranks} left before the work was done, with exit code {code}"
-        return Failure(1, self.rank, text, silent=True)
+        return Failure(1, self.rank, text, code, silent=True)
 
 
 @dataclass

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
@@ -33,23 +34,22 @@ def serve_on_this_rank(
     """
     with answer_only_on_stdout() as answer:
         quiet_paddle()
-        leave_on_sigterm()
+        with _sigterm_later():
+            from fastdeploy_fusion import models
+
+            from ..parallel import Parallel
+            from ..serve.step import ModelRunner
         wait_for_first_rank()
-        from fastdeploy_fusion import models
-
-        from ..parallel import Parallel
-        from ..serve.step import ModelRunner
-
         with contextlib.ExitStack() as open_things:
             with wrong_input():
                 config = models.load_config(model_dir)
                 parallel = open_things.enter_context(
                     Parallel.open(layout, fusion, hidden_size=config.hidden_size, dtype=dtype)
                 )
+                leave_on_sigterm()
                 is_first = parallel.world.rank == 0
                 desk = open_things.enter_context(_Desk(model_dir, config, settings)) if is_first else None
                 model = models.load_model(model_dir, parallel, dtype)
-            leave_on_sigterm()  # importing Paddle took the handler
             runner = ModelRunner(
                 model,
                 num_slots=settings.max_num_seqs,
@@ -154,6 +154,17 @@ class _Desk:
         with contextlib.suppress(BrokenPipeError):
             answer.write(f"ready: {s.model_name} at http://{shown}:{port}/v1; {decision or 'one rank'}\n")
             answer.flush()
+
+
+@contextlib.contextmanager
+def _sigterm_later() -> Iterator[None]:
+    """Around the import of Paddle, which must not be left in the middle, and which takes the handler."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        leave_on_sigterm()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _make_sampler(temperature: float, top_p: float, seed: int) -> Any:
