@@ -1,9 +1,6 @@
 """What the command line says before any rank is started."""
 
 import os
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -94,20 +91,6 @@ def test_debugging_shows_tracebacks(monkeypatch):
     monkeypatch.setenv("FDFUSION_DEBUG", "1")
     with pytest.raises(ValueError, match="no prompt"):
         main(["generate"])
-
-
-def test_help_is_quick():
-    fastest = min(timed_help() for _ in range(5))
-    assert fastest < 0.3
-
-
-def timed_help():
-    begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "fastdeploy_fusion", "generate", "--help"], text=True, capture_output=True, check=True
-    )
-    assert FUSION in done.stdout
-    return time.monotonic() - begin
 
 
 def test_only_the_answer_reaches_stdout(capfd):
