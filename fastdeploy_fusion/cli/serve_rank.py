@@ -43,6 +43,7 @@ def serve_on_this_rank(
         with contextlib.ExitStack() as open_things:
             with wrong_input():
                 config = models.load_config(model_dir)
+                fusion = models.settle_fusion(fusion, config, layout)
                 parallel = open_things.enter_context(
                     Parallel.open(layout, fusion, hidden_size=config.hidden_size, dtype=dtype)
                 )
