@@ -103,6 +103,8 @@ def _torch_world(torch: Any) -> Any:
     if not dist.is_initialized():
         address, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].partition(":")
         index = paddle_side.device_index(paddle.device.get_device())
+        # Under torchrun the agent serves a store of its own and would be waited for; this one is rank 0's to serve.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         dist.init_process_group(
             "nccl",
             init_method=f"tcp://{address}:{int(port) + 307}",
