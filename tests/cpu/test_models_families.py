@@ -46,10 +46,10 @@ def test_greedy_tokens_are_the_references(case, limit):
     assert [result.token_ids for result in together] == greedy
 
 
-def test_text_prompts_continue_as_the_reference_until_an_end_token(case):
-    folder, model, _ = case
-    if not (folder / "expected_text.json").exists():
-        pytest.skip("made without text")
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name.endswith("_a")])
+def test_text_prompts_continue_as_the_reference_until_an_end_token(data, name):
+    folder = data / name
+    model = load_model(folder, FakeTp(), progress=False)
     answers = json.loads((folder / "expected_text.json").read_text())
     results = generate(model, model.tp, [a["prompt_ids"] for a in answers], SamplingParams(max_new_tokens=24))
     for answer, result in zip(answers, results, strict=True):
