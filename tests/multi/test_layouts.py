@@ -12,6 +12,8 @@ from fastdeploy_fusion.topology import make_topology
 from tests.multi import layout_bodies as bodies
 from tests.ranks import run_cases
 
+pytestmark = pytest.mark.timeout(400)  # several minutes' worth of cases in one set of processes where cores are shared
+TIMEOUT_S = 360
 TOLERANCE = 2e-4
 SHORT = {"TP": "tensor", "EP": "expert", "CP": "context", "PP": "pipeline", "DP": "data"}
 BOTH_WAYS = ["packed", "one by one"]
@@ -43,7 +45,7 @@ def on_four_ranks():
     """(layout -> digits of all ranks, layout -> reports of all ranks), from one set of processes."""
     digits = [(bodies.digits, sizes_of(layout)) for layout in ("TP4", *MODEL_LAYOUTS)]
     runs = [(bodies.run_cases_of, sizes_of(layout), CASES) for layout in MODEL_LAYOUTS]
-    found = run_cases(4, [*digits, *runs], timeout_s=175)
+    found = run_cases(4, [*digits, *runs], timeout_s=TIMEOUT_S)
     return dict(zip(("TP4", *MODEL_LAYOUTS), found, strict=False)), dict(
         zip(MODEL_LAYOUTS, found[len(digits) :], strict=True)
     )
@@ -125,7 +127,7 @@ def test_digits_and_the_model_on_other_numbers_of_ranks(num_ranks):
     runs = [layout for layout in layouts if layout not in DIGITS_ONLY]
     cases = [(bodies.digits, sizes_of(layout)) for layout in layouts]
     cases += [(bodies.run_cases_of, sizes_of(layout), ONE_CASE) for layout in runs]
-    found = run_cases(num_ranks, cases, timeout_s=170)
+    found = run_cases(num_ranks, cases, timeout_s=TIMEOUT_S)
     for layout, per_rank in zip(layouts, found, strict=False):
         check_digits(layout, per_rank)
     for layout, per_rank in zip(runs, found[len(layouts) :], strict=True):
