@@ -153,7 +153,7 @@ class _Desk:
         shown = f"[{host}]" if self.socket.family == socket.AF_INET6 else host
         decision = parallel.tp.explain([1, self.hidden_size]) if parallel.tp.world_size > 1 else None
         with contextlib.suppress(BrokenPipeError):
-            answer.write(f"ready: {s.model_name} at http://{shown}:{port}/v1; {decision or 'one rank'}\n")
+            answer.write(f"ready: {s.model_name} at http://{shown}:{port}/v1; {decision or 'no sums to fuse'}\n")
             answer.flush()
 
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .blocks import BlockAllocator
@@ -58,7 +58,7 @@ class Plan:
     tables: tuple[tuple[int, list[int]], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return vars(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":

@@ -3,9 +3,9 @@
 import random
 from queue import SimpleQueue
 
-from fastdeploy_fusion import AllReduceFusion, FusionConfig, models
+from fastdeploy_fusion import FusionConfig, ParallelConfig, models
 from fastdeploy_fusion.models.sampling import Sampler
-from fastdeploy_fusion.parallel import as_parallel
+from fastdeploy_fusion.parallel import Parallel
 from fastdeploy_fusion.serve.blocks import BlockAllocator
 from fastdeploy_fusion.serve.engine import Engine, follow
 from fastdeploy_fusion.serve.scheduler import Scheduler, Sequence
@@ -16,23 +16,24 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 24, 8, 5
 MAX_TOKENS, REPEATS = 12, 2
 
 
-def batched_equals_alone(rank, num_ranks, folder, fused):
+def batched_equals_alone(rank, num_ranks, folder, fused, layout):
     """``[tokens batched, tokens alone, paths taken]``: requests join and leave a busy engine whose budgets are so small
     that prompts are read in pieces and sequences wait; alone, ``generate`` gets one prompt at a time."""
     prompts = load_reference(folder)[0]
     hidden_size = models.load_config(folder).hidden_size
-    with AllReduceFusion.open(FusionConfig(enabled=fused), hidden_size=hidden_size) as tp:
-        model = models.load_model(folder, tp, progress=False)
+    config = ParallelConfig(**layout)
+    with Parallel.open(config, FusionConfig(enabled=fused), hidden_size=hidden_size) as parallel:
+        model = models.load_model(folder, parallel, progress=False)
         params = models.SamplingParams(max_new_tokens=MAX_TOKENS)
-        alone = [models.generate(model, tp, [prompt], params)[0].token_ids for prompt in prompts]
+        alone = [models.generate(model, parallel, [prompt], params)[0].token_ids for prompt in prompts]
         runner = ModelRunner(model, num_slots=MAX_SEQS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         runner.warm_up()
-        group = as_parallel(tp).replica.fork()
+        group = parallel.replica.fork()
         order = random.Random(5).sample(range(REPEATS * len(prompts)), REPEATS * len(prompts))
         batched = serve(rank, runner, group, model, [(i, prompts[i % len(prompts)]) for i in order])
         if num_ranks > 1:
             group.close()
-        return [batched, alone * REPEATS, sorted({path for _, path, _ in tp.counters})]
+        return [batched, alone * REPEATS, sorted({path for _, path, _ in parallel.counters})]
 
 
 def serve(rank, runner, group, model, requests):
