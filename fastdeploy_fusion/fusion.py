@@ -1,5 +1,6 @@
 """``AllReduceFusion``: what layers and scripts hold. One object a group of ranks that reduce together."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -169,6 +170,20 @@ class AllReduceFusion:
         state = "on" if decision.path is Path.FUSED else "off"
         by = f"; decided by {self.config.decided_by}" if self.config.decided_by else ""
         return f"{state} ({str(decision).partition(': ')[2]}){by}"
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Switch fusing off, or on again, between two steps. Collective: all ranks switch at the same call.
+
+        Nothing is opened: what was off at start-up has no workspace, and stays plain with that reason. Layers keep
+        leaving their sums to the norms, which then take the plain path. Captured graphs keep what they captured.
+
+        Raises:
+            FusionError: the ranks ask for different states; none of them switches.
+        """
+        self._ledger.check_open()
+        self.group.check_equal(enabled, "set_enabled")
+        self.config = dataclasses.replace(self.config, enabled=enabled, decided_by="set_enabled")
+        self._ledger.reconfigure(self.config)
 
     def freeze(self) -> None:
         """Promise that the workspace's addresses stay until ``close``: call it once graphs were captured."""

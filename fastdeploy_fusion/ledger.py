@@ -63,6 +63,11 @@ class Ledger:
         """``(site, op, path, reason) -> calls`` so far."""
         return Counter({(site, *v): calls for v, sites in self._calls.items() for site, calls in sites.items()})
 
+    def reconfigure(self, config: FusionConfig) -> None:
+        """Decide anew from here on; what was counted stays."""
+        self.config = config
+        self._known.clear()
+
     def close(self) -> None:
         """Decide nothing more; what was counted stays."""
         self.closed = True

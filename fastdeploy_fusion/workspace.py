@@ -80,7 +80,7 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
     key = (group.ranks, dtype == "float32")
     plan, _ = _plan_for(WorkspacePlan(group.size, hidden_size, dtype, 1), config, _open_workspaces.get(key))
     if not config.enabled or group.size == 1 or config.backend == "plain":
-        reason = "the plain backend was asked for" if config.enabled and config.backend == "plain" else None
+        reason = "the plain backend was asked for" if config.enabled else "fusion was off at start-up"
         workspace = Workspace(((), False), plan, "plain", reason, users=1)
         return workspace, workspace.state_for(plan)
     opening.refuse_capture()

@@ -89,3 +89,24 @@ def late_user(rank: int, num_ranks: int) -> list[Any]:
         {reason: calls for (_, _, reason), calls in again.counters.items()},
         mappings(),
     ]
+
+
+def switching(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Off and on at step boundaries, together or not at all; and on where nothing was opened."""
+    config = FusionConfig(enabled=True)
+    told = ""
+    with AllReduceFusion.open(config, hidden_size=8) as fusion:
+        sums = []
+        for enabled in (True, False, True):
+            fusion.set_enabled(enabled)
+            sums.append(float(fusion.all_reduce(paddle.full([1, 8], 10.0**rank))[0, 0]))
+        try:
+            fusion.set_enabled(rank == 0)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        sums.append(float(fusion.all_reduce(paddle.full([1, 8], 10.0**rank))[0, 0]))
+        paths = {path: calls for (_, path, _), calls in fusion.counters.items()}
+    with AllReduceFusion.open(FusionConfig(), hidden_size=8) as never:
+        never.set_enabled(True)
+        sums.append(float(never.all_reduce(paddle.full([1, 8], 10.0**rank))[0, 0]))
+        return {"sums": sums, "paths": paths, "told": told, "never": str(never.explain([1, 8]))}

@@ -100,3 +100,11 @@ def test_workspaces_grow_before_freeze_and_are_shared():
         assert reason.startswith("plain: no fused backend for this group (the workspace is frozen at hidden size 64")
         assert counters == {"no fused backend for this group": 1} or "fusion is off" in counters
         assert mapped == 0
+
+
+def test_fusing_is_switched_on_all_ranks_at_the_same_call():
+    for result in run_ranks(2, bodies.switching):
+        assert result["sums"] == [11.0] * 5
+        assert result["paths"] == {"fused": 3, "plain": 1}
+        assert "set_enabled" in result["told"] and "brings True" in result["told"] and "brings False" in result["told"]
+        assert result["never"] == "plain: no fused backend for this group (fusion was off at start-up)"
