@@ -1,6 +1,7 @@
 """Packaging of fastdeploy_fusion; the only packaging file.
 
-`models/` lies beside the package in the repository and is installed as `fastdeploy_fusion.models`.
+`models/` lies beside the package in the repository and is installed as `fastdeploy_fusion.models`. A link of that name
+lies in the package, so that the checkout works as it stands, whatever kind of editable install pip makes.
 Packages are listed under the two folders by hand, so nothing called `models`, `tools` or `tests` is ever installed.
 """
 
@@ -14,7 +15,8 @@ PACKAGE = "fastdeploy_fusion"
 
 def packages() -> list[str]:
     """Names of all installed packages: the package's own, and `models/` under the package's name."""
-    own = [PACKAGE] + [f"{PACKAGE}.{name}" for name in find_packages(str(ROOT / PACKAGE))]
+    found = find_packages(str(ROOT / PACKAGE), exclude=["models", "models.*"])  # the link for runs from the checkout
+    own = [PACKAGE] + [f"{PACKAGE}.{name}" for name in found]
     models = [f"{PACKAGE}.models"] + [f"{PACKAGE}.models.{name}" for name in find_packages(str(ROOT / "models"))]
     return own + models
 
