@@ -50,6 +50,11 @@ PLATFORM = (
         "Use `trtllm`, which serves one host.",
     ),
     Remedy(
+        r"fusion was off at start-up",
+        "It was switched on after `open`, which had made no workspace.",
+        "Open with `FusionConfig(enabled=True)`; `set_enabled` then switches it off and on.",
+    ),
+    Remedy(
         r"plain backend was asked for",
         "`--flashinfer-allreduce-fusion-backend plain` never fuses.",
         "Leave the flag out, or name another backend.",
