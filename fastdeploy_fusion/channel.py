@@ -19,6 +19,8 @@ from .errors import PeerLost
 _HEADER = struct.Struct("<Q")
 _GRACE_S = 2.0
 """A member waits this much longer than the first rank, whose message can say who was late."""
+_NOTICE_S = 0.5
+"""After this long the first rank tells those who came that it is waiting for others: they then count from there."""
 
 
 class Rendezvous:
@@ -148,7 +150,14 @@ class Channel:
         return values
 
     def _gather(self, own: dict[str, Any], timeout_s: float) -> list[Any]:
-        frames, dead, late = _wait(self._inboxes, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        frames, dead, late = _wait(self._inboxes, min(deadline, time.monotonic() + _NOTICE_S))
+        if late and time.monotonic() < deadline:
+            notice = _pack({"waiting": True})
+            for rank in frames:
+                self._try_send(self._inboxes[rank], notice, deadline)
+            rest, dead, late = _wait({rank: self._inboxes[rank] for rank in late}, deadline)
+            frames |= rest
         what = own["what"]
         error = None
         if dead:
@@ -165,17 +174,19 @@ class Channel:
         reply = {"error": error} if error else {"values": [frames[rank]["value"] for rank in range(len(self.ranks))]}
         packed = _pack(reply)
         for rank, inbox in self._inboxes.items():
-            if rank not in dead:
-                self._try_send(inbox, packed)
+            if rank not in dead and not self._try_send(inbox, packed, max(deadline, time.monotonic() + _GRACE_S)):
+                error = error or f"{self.name_of(rank)} died during '{what}', or does not read"
         if error:
             raise self._break(error)
         return reply["values"]  # type: ignore[return-value]
 
     def _send(self, own: dict[str, Any], timeout_s: float) -> list[Any]:
         what = own["what"]
-        alive = self._try_send(self._inboxes[0], _pack(own))
+        alive = self._try_send(self._inboxes[0], _pack(own), time.monotonic() + timeout_s)
         # Even when the first rank has hung up, its last words may be waiting.
         frames, _, late = _wait(self._inboxes, time.monotonic() + (timeout_s + _GRACE_S if alive else 0.0))
+        while frames.get(0, {}).get("waiting"):
+            frames, _, late = _wait(self._inboxes, time.monotonic() + timeout_s + _GRACE_S)
         if 0 not in frames:
             if late and alive:
                 raise self._break(f"{self.name_of(0)} did not come to '{what}' within {timeout_s:g} s")
@@ -185,9 +196,12 @@ class Channel:
         return frames[0]["values"]
 
     @staticmethod
-    def _try_send(inbox: _Inbox, data: bytes) -> bool:
+    def _try_send(inbox: _Inbox, data: bytes, deadline: float) -> bool:
+        """False when the other end is gone, or has not read by then; the socket is of no use afterwards."""
         try:
+            inbox.sock.settimeout(max(0.01, deadline - time.monotonic()))
             inbox.sock.sendall(data)
+            inbox.sock.settimeout(None)
         except OSError:
             return False
         return True

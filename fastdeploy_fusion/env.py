@@ -29,6 +29,7 @@ VARIABLES = (
         "for tests: STEP:RANK:KIND[:CALL], a fault to inject on one global rank; see fastdeploy_fusion/faults.py",
     ),
 )
+_MAX_SECONDS = 1e6
 _DEFAULTS = {variable.name: variable.default for variable in VARIABLES}
 
 
@@ -50,8 +51,11 @@ def seconds(name: str, default: float | None = None) -> float:
         number = float(value)
     except ValueError:
         number = 0.0
-    if not number > 0:
-        raise ValueError(f"{name}={value!r} is not a positive number of seconds; unset it for {_DEFAULTS[name]}")
+    if not 0 < number <= _MAX_SECONDS:
+        raise ValueError(
+            f"{name}={value!r} is not a number of seconds above 0 and up to {_MAX_SECONDS:g}; unset it for "
+            f"{_DEFAULTS[name]}"
+        )
     return number
 
 

@@ -219,6 +219,8 @@ class AllReduceFusion:
             x = x.contiguous()
         if not residual.is_contiguous():
             residual = residual.contiguous()
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
         if x.ndim == 2:
             return self._backend.add_rms_norm(x, residual, weight, eps)
         shape, flat = x.shape, [-1, x.shape[-1]]

@@ -1,7 +1,7 @@
 """Counters of open fusions as Prometheus text, for an engine's ``/metrics``. It reads and never resets.
 
-    from fastdeploy_fusion.metrics import prometheus_text
-    body = prometheus_text(fusion)               # or parallel.tp, parallel.moe
+from fastdeploy_fusion.metrics import prometheus_text
+body = prometheus_text(fusion)               # or parallel.tp, parallel.moe
 """
 
 from collections.abc import Iterator

@@ -109,7 +109,7 @@ def skip_rule(key: str, num_hidden_layers: int, tied_head: str | None = None) ->
 
 
 class _AllOrNone:
-    """Ends in a vote: if the block raised a CheckpointError on any rank, it raises on every rank."""
+    """Ends in a vote: if the block raised on any rank, it raises on every rank."""
 
     def __init__(self, group: "RankGroup", what: str) -> None:
         self.group, self.what = group, what
@@ -118,9 +118,9 @@ class _AllOrNone:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self.group.size == 1 or (error is not None and not isinstance(error, CheckpointError)):
+        if self.group.size == 1 or (error is not None and not isinstance(error, Exception)):
             return
-        own = None if error is None else str(error)
+        own = None if error is None else str(error) or type(error).__name__
         errors = self.group.channel.exchange(own, self.what, LOAD_TIMEOUT_S)
         failed = [rank for rank, text in enumerate(errors) if text is not None]
         if error is None and failed:

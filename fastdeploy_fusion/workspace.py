@@ -12,7 +12,7 @@ from typing import Any
 
 from . import faults, opening, probe
 from .backends import Backend, WorkspacePlan, module_of, resolve
-from .config import FusionConfig
+from .config import DTYPES, FusionConfig
 from .groups import RankGroup
 from .opening import StandDown
 from .policy import GroupState
@@ -37,15 +37,22 @@ class Workspace:
     sm: int | None = None
     tuned: dict[str, Any] | None = None
 
-    def state_for(self, plan: WorkspacePlan, limits: tuple[int, int] | None = None) -> GroupState:
-        """What the policy needs to know for a user with this plan. Equal on all ranks, as plans and verdicts are."""
+    def state_for(
+        self, plan: WorkspacePlan, limits: tuple[int, int] | None = None, refusal: str | None = None
+    ) -> GroupState:
+        """What the policy needs to know for a user with this plan. Equal on all ranks, as plans and verdicts are.
+
+        ``refusal``: why the workspace could not be grown for this user.
+        """
+        too_small = None if self.plan.covers(plan) else self._too_small(plan)
         return GroupState(
             world_size=plan.world_size,
-            unavailable=self.unavailable if self.plan.covers(plan) else self._too_small(plan),
+            unavailable=self.unavailable or refusal or too_small,
             backend=self.backend_name,
             hidden_size=plan.hidden_size,
             num_max_tokens=limits[0] if limits else plan.num_max_tokens,
             all_reduce_max_tokens=limits[1] if limits else None,
+            dtypes=DTYPES if self.backend_name in ("shm", "plain") else (self.plan.dtype,),
             deterministic=self.backend is not None and self.backend.deterministic,
         )
 
@@ -84,10 +91,10 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
         workspace = Workspace(((), False), plan, "plain", reason, users=1)
         return workspace, workspace.state_for(plan)
     opening.refuse_capture()
-    workspace = _shared(group, config, plan, key)
+    workspace, refusal = _shared(group, config, plan, key)
     workspace.users += 1
     # Limits need the GPU and the measured table, which start-up has gathered by now.
-    return workspace, workspace.state_for(*_plan_for(plan, config, workspace))
+    return workspace, workspace.state_for(*_plan_for(plan, config, workspace), refusal)
 
 
 def _plan_for(
@@ -98,32 +105,41 @@ def _plan_for(
     return dataclasses.replace(plan, num_max_tokens=max(1, *limits)), limits
 
 
-def _shared(group: RankGroup, config: FusionConfig, plan: WorkspacePlan, key: Key) -> Workspace:
+def _shared(group: RankGroup, config: FusionConfig, plan: WorkspacePlan, key: Key) -> tuple[Workspace, str | None]:
+    """The workspace of these ranks, and why it could not be grown for this user if so."""
     workspace = _open_workspaces.get(key)
     if workspace is None:
-        workspace = _open_workspaces[key] = Workspace(key, plan, resolve(config.backend, probe.device()), None)
-        _fill(workspace, group, config, plan)
-    elif not workspace.plan.covers(plan) and not workspace.frozen and workspace.unavailable is None:
-        # Users of the old backend look it up at each call, so they go on with the new one.
-        workspace._close_backend()
-        _fill(workspace, group, config, workspace.plan.union(plan))
-    return workspace
+        workspace = Workspace(key, plan, resolve(config.backend, probe.device()), None)
+        workspace.unavailable = _fill(workspace, group, config, plan)
+        _open_workspaces[key] = workspace  # not before: an opening that raised is no verdict
+        return workspace, None
+    # Nothing is voted on when the workspace is there, so what was compared then is compared now.
+    group.check_equal(probe.settings(config, plan), "opening a shared workspace")
+    if workspace.plan.covers(plan) or workspace.frozen or workspace.unavailable is not None:
+        return workspace, None
+    # The old backend serves until the new one is there; its users look it up at each call.
+    old = workspace.backend
+    refusal = _fill(workspace, group, config, workspace.plan.union(plan))
+    if refusal is None and old is not None:
+        old.close()
+    return workspace, refusal
 
 
-def _fill(workspace: Workspace, group: RankGroup, config: FusionConfig, plan: WorkspacePlan) -> None:
-    """Open the backend, or keep the reason why not; either way the answer is the same on all ranks, and final."""
+def _fill(workspace: Workspace, group: RankGroup, config: FusionConfig, plan: WorkspacePlan) -> str | None:
+    """Open the backend, or say why not; either way the answer is the same on all ranks, and final."""
     name = workspace.backend_name
     rank = f"rank {group.rank} (global {group.ranks[group.rank]})"
     try:
         opened = opening.open_backend(group, config, name, plan, is_regrown=workspace.tuned is not None)
-        workspace.plan, workspace.sm, workspace.tuned = opened.plan, opened.sm, opened.tuned
-        workspace.backend = faults.sabotage(opened.backend, group.ranks[group.rank])
     except StandDown as stand_down:
-        workspace.unavailable = f"{name}: {stand_down}"
-        log.warning("%s: no fused all-reduce for ranks %s, %s", rank, list(group.ranks), workspace.unavailable)
-        return
+        reason = f"{name}: {stand_down}"
+        log.warning("%s: no fused all-reduce for ranks %s, %s", rank, list(group.ranks), reason)
+        return reason
+    workspace.plan, workspace.sm, workspace.tuned = opened.plan, opened.sm, opened.tuned
+    workspace.backend = faults.sabotage(opened.backend, group.ranks[group.rank])
     if group.rank == 0:
         plan = workspace.plan
         log.info("fused all-reduce for ranks %s: %s, hidden %d %s, up to %d tokens, %d bytes a rank",
                  list(group.ranks), name, plan.hidden_size, plan.dtype, plan.num_max_tokens,
                  module_of(name).workspace_bytes(plan))  # fmt: skip
+    return None

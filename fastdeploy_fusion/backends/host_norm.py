@@ -25,7 +25,7 @@ def add_rms_norm(x: Any, residual: Any | None, weight: Any, eps: float) -> tuple
     num_rows = math.prod(shape[:-1])  # not x.size, which Paddle computes in 10 us
     if num_rows == 0:
         return x.clone(), x
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     norm_out = outputs.empty(num_rows, hidden_size)
     norms, sums = _views.of(norm_out, num_rows, hidden_size), _views.of(x, num_rows, hidden_size)
     residual_out = x

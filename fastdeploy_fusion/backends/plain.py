@@ -27,6 +27,8 @@ class PlainBackend:
         # On a GPU the sum travels in its own dtype, half the bytes; gloo on a CPU would round at every hop.
         share = partial.astype("float32") if partial.place.is_cpu_place() else partial
         norm, residual_out = add_rms_norm(self._group.all_reduce(share), residual, weight, eps)
+        if residual_out is partial:  # one rank, float32, no residual: the caller's own tensor
+            residual_out = partial.clone()
         return norm.astype(dtype), residual_out.astype(dtype)
 
     def all_reduce(self, partial: Any) -> Any:

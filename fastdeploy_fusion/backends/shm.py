@@ -5,23 +5,26 @@ in rank order (the same bits on every rank, whatever the batch), add the residua
 through the same few hundred kilobytes.
 """
 
+import functools
 import os
 import platform
-from typing import Any
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
 
-from ..errors import FusionError, PeerLost
+from ..errors import FusionError
 from ..groups import RankGroup
-from . import WorkspacePlan
+from . import WorkspacePlan, shm_memory
 from .host_memory import HostViews, outputs
 from .host_norm import normalise_rows
-from .shm_segment import Segment, segment_bytes, start_time_of
+from .shm_segment import TOKEN_BYTES, Segment, segment_bytes, start_time_of
 
+T = TypeVar("T")
 CHUNK_BYTES = 128 << 10
 """One rank's rows of one chunk: with residual and result they stay in a core's second-level cache."""
-_NUM_MAX_TOKENS = 1 << 30
 _OPS = {1: "add_rms_norm", 2: "all_reduce", 3: "all_gather"}
 _ADD_RMS_NORM, _ALL_REDUCE, _ALL_GATHER = _OPS
 
@@ -33,15 +36,16 @@ def probe(device: str) -> dict[str, Any]:
         refusal = f"shared memory serves CPU tensors, and the device is {device}"
     elif platform.machine() not in ("x86_64", "AMD64"):
         refusal = f"shared-memory flags rely on x86 store order, and this is {platform.machine()}"
-    elif not hasattr(os, "memfd_create") or start_time_of(os.getpid()) is None:
+    elif not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/stat"):
         refusal = "shared memory needs Linux with memfd and /proc"
-    return {"refusal": refusal, "host": _host_id(), "pid": os.getpid(), "start_time": start_time_of(os.getpid())}
+    return {"refusal": refusal, "host": _host_id(), "pid": os.getpid()}
 
 
 def _host_id() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            # Ranks find each other's memory by pid, so containers with pids of their own are hosts of their own.
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return platform.node()
 
@@ -51,7 +55,7 @@ def refuse(facts: list[dict[str, Any]], plan: WorkspacePlan) -> str | None:
         if fact["refusal"] is not None:
             return f"rank {rank}: {fact['refusal']}"
         if fact["host"] != facts[0]["host"]:
-            return f"rank {rank} is on another host than rank 0; shared memory serves one host"
+            return f"rank {rank} is on another host (or in another container) than rank 0; shared memory serves one"
     return None
 
 
@@ -84,14 +88,15 @@ def available_bytes() -> int:
 
 def create(group: RankGroup, plan: WorkspacePlan) -> "ShmBackend":
     """The first rank makes the memory, the others map it. Collective."""
-    fd = _make(workspace_bytes(plan)) if group.rank == 0 else -1
+    num_bytes = workspace_bytes(plan)
+    token = secrets.token_bytes(TOKEN_BYTES) if group.rank == 0 else b""
+    fd = shm_memory.make(num_bytes, token) if group.rank == 0 else -1
     try:
-        me = [os.getpid(), start_time_of(os.getpid()), fd]
-        peers = group.all_gather_object(me, "shared memory")
+        peers = group.all_gather_object([os.getpid(), start_time_of(os.getpid()), fd, token], "shared memory")
         if group.rank != 0:
-            pid, _, first_fd = peers[0]
-            fd = os.open(f"/proc/{pid}/fd/{first_fd}", os.O_RDWR)
-        alive = [(pid, start_time) for pid, start_time, _ in peers]
+            pid, start_time, first_fd, token = peers[0]
+            fd = shm_memory.attach(pid, start_time, first_fd, token, num_bytes)
+        alive = [(pid, start_time) for pid, start_time, *_ in peers]
         segment = Segment(fd, group.rank, alive, _chunk_bytes(plan), group.timeout_s)
         group.all_gather_object(None, "shared memory mapped")  # the first rank's descriptor must live until here
     finally:
@@ -100,14 +105,30 @@ def create(group: RankGroup, plan: WorkspacePlan) -> "ShmBackend":
     return ShmBackend(segment, plan, group)
 
 
-def _make(num_bytes: int) -> int:
-    fd = os.memfd_create("fastdeploy_fusion", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)  # memory that is short shows here, not as SIGBUS in a call
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+def _sign(op: int, num_tokens: int, columns: int) -> int:
+    """A call in one 64-bit number, by which ranks see that they are in the same one."""
+    return op << 56 | columns << 32 | num_tokens
+
+
+def _describe(call: int, chunk: int) -> str:
+    op, columns, num_tokens = call >> 56, call >> 32 & 0xFFFFFF, call & 0xFFFFFFFF
+    return f"{_OPS.get(op, 'an unknown call')} of {num_tokens} tokens x {columns}, chunk {chunk}"
+
+
+def _in_step(method: Callable[..., T]) -> Callable[..., T]:
+    """A call that is left half done puts the ranks out of step, whatever ended it: nothing may be added up after it."""
+
+    @functools.wraps(method)
+    def run(self: "ShmBackend", *operands: Any) -> T:
+        try:
+            return method(self, *operands)
+        except BaseException as error:
+            own = isinstance(error, FusionError)
+            text = str(error) if own else f"a call was interrupted ({type(error).__name__}): the ranks are out of step"
+            self._broken = self._broken or text
+            raise
+
+    return run
 
 
 class ShmBackend:
@@ -136,6 +157,7 @@ class ShmBackend:
         if self._segment is not None:
             self._segment.timeout_s = seconds
 
+    @_in_step
     def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         if partial.dtype != paddle.float32:
             x, r, w = (operand.astype("float32") for operand in (partial, residual, weight))
@@ -147,50 +169,54 @@ class ShmBackend:
         x, sums = views(partial, num_tokens, hidden_size), views(residual_out, num_tokens, hidden_size)
         residual_rows, norms = views(residual, num_tokens, hidden_size), views(norm_out, num_tokens, hidden_size)
         scales = views(weight, 1, hidden_size)
+        call = _sign(_ADD_RMS_NORM, num_tokens, hidden_size)
         for start in range(0, num_tokens, self._chunk_rows):
             rows = slice(start, start + self._chunk_rows)
             total = sums[rows]
-            self._sum_chunk(_ADD_RMS_NORM, num_tokens, x[rows], total)
+            self._sum_chunk(call, start, x[rows], total)
             total += residual_rows[rows]
             normalise_rows(total, scales, eps, norms[rows])
         return norm_out, residual_out
 
+    @_in_step
     def all_reduce(self, partial: Any) -> Any:
         if partial.dtype != paddle.float32:
             return self.all_reduce(partial.astype("float32")).astype(partial.dtype)
         num_tokens, hidden_size = partial.shape
         out = outputs.empty(num_tokens, hidden_size)
         x, sums = self._views.of(partial, num_tokens, hidden_size), self._views.of(out, num_tokens, hidden_size)
+        call = _sign(_ALL_REDUCE, num_tokens, hidden_size)
         for start in range(0, num_tokens, self._chunk_rows):
             rows = slice(start, start + self._chunk_rows)
-            self._sum_chunk(_ALL_REDUCE, num_tokens, x[rows], sums[rows])
+            self._sum_chunk(call, start, x[rows], sums[rows])
         return out
 
+    @_in_step
     def all_gather(self, part: Any) -> Any:
         """All ranks' ``[num_tokens, columns]`` (float32, contiguous) side by side, in rank order."""
         num_tokens, columns = part.shape
         size = num_tokens * columns
         flat = self._views.of(part, 1, size)[0]
         gathered = np.empty((self._world_size, size), np.float32)
+        call = _sign(_ALL_GATHER, num_tokens, columns)
         for start in range(0, size, self._chunk_size):
             span = slice(start, start + self._chunk_size)
-            for rank, other in enumerate(self._exchange(_ALL_GATHER, num_tokens, flat[span])):
+            for rank, other in enumerate(self._exchange(call, start, flat[span])):
                 gathered[rank, span] = other
         out = outputs.empty(num_tokens, self._world_size * columns)
         rows = self._views.of(out, num_tokens, self._world_size * columns)
-        rows.reshape(num_tokens, self._world_size, columns)[:] = gathered.reshape(-1, num_tokens, columns).swapaxes(
-            0, 1
-        )
+        by_rank = gathered.reshape(self._world_size, num_tokens, columns)
+        rows.reshape(num_tokens, self._world_size, columns)[:] = by_rank.swapaxes(0, 1)
         return out
 
-    def _sum_chunk(self, op: int, num_tokens: int, own: np.ndarray, total: np.ndarray) -> None:
+    def _sum_chunk(self, call: int, chunk: int, own: np.ndarray, total: np.ndarray) -> None:
         """``total`` = the sum of all ranks' rows, in rank order."""
-        parts = [part.reshape(own.shape) for part in self._exchange(op, num_tokens, own.ravel())]
+        parts = [part.reshape(own.shape) for part in self._exchange(call, chunk, own.ravel())]
         np.add(parts[0], parts[1], out=total)
         for part in parts[2:]:
             total += part
 
-    def _exchange(self, op: int, num_tokens: int, own: np.ndarray) -> list[np.ndarray]:
+    def _exchange(self, call: int, chunk: int, own: np.ndarray) -> list[np.ndarray]:
         """All ranks' chunks; the others' are valid until the next exchange."""
         segment = self._segment
         if segment is None or self._broken is not None:
@@ -198,25 +224,16 @@ class ShmBackend:
         size = own.size
         slots = segment.slots[(segment.seq + 1) & 1]
         slots[self._rank][:size] = own
-        signature = op << 32 | num_tokens
-        segment.publish(signature)
-        try:
-            stranger = segment.await_others(signature)
-        except PeerLost as error:
-            self._broken = str(error)
-            raise
+        segment.publish(call, chunk)
+        stranger = segment.await_others(call, chunk)
         if stranger is not None:
-            self._refuse(op, num_tokens, *stranger)
+            rank, *theirs = stranger
+            names = self._group.channel.name_of
+            raise FusionError(
+                f"{names(self._rank)} is in {_describe(call, chunk)} and {names(rank)} in {_describe(*theirs)}; all "
+                "ranks of a group must make the same calls with equal shapes"
+            )
         return [own if rank == self._rank else slot[:size] for rank, slot in enumerate(slots)]
-
-    def _refuse(self, op: int, num_tokens: int, rank: int, signature: int) -> None:
-        other = f"{_OPS.get(signature >> 32, 'an unknown call')} of {signature & 0xFFFFFFFF} tokens"
-        names = self._group.channel.name_of
-        self._broken = (
-            f"{names(self._rank)} is in {_OPS[op]} of {num_tokens} tokens and {names(rank)} in {other}; "
-            "all ranks of a group must make the same calls with equal shapes"
-        )
-        raise FusionError(self._broken)
 
     def close(self) -> None:
         if self._segment is not None:

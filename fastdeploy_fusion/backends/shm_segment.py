@@ -18,6 +18,8 @@ import numpy as np
 from ..errors import PeerLost
 
 LINE_BYTES = 64
+TOKEN_BYTES = 64
+"""At the segment's end, by which a rank knows that it has opened the memory of its own run."""
 HALVES = 2
 _LEFT = 1
 """Where in its line, after the flag, a rank says that it has closed the segment."""
@@ -33,15 +35,19 @@ def header_bytes(world_size: int) -> int:
 
 def segment_bytes(world_size: int, chunk_bytes: int) -> int:
     """Bytes of the whole segment; each slot is a chunk with one line for its signature."""
-    return header_bytes(world_size) + HALVES * world_size * (LINE_BYTES + chunk_bytes)
+    return header_bytes(world_size) + HALVES * world_size * (LINE_BYTES + chunk_bytes) + TOKEN_BYTES
 
 
 def start_time_of(pid: int) -> int | None:
-    """The kernel's start time of a live process; None if it is gone or a zombie. Tells a pid that was used again."""
+    """The kernel's start time of a live process; None if it is gone or a zombie. Tells a pid that was used again.
+
+    Raises:
+        OSError: it can't be told (no descriptor left, no /proc).
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
@@ -75,18 +81,20 @@ class Segment:
                 [np.frombuffer(self._map, np.float32, chunk_bytes // 4, offset=a + LINE_BYTES) for a in at]
             )
 
-    def publish(self, signature: int) -> None:
-        """Say that this rank's next chunk is in its slot. ``signature``: what call it belongs to."""
+    def publish(self, call: int, chunk: int) -> None:
+        """Say that this rank's next chunk is in its slot: which call it belongs to, and which chunk of it it is."""
         seq = self.seq + 1
-        self._signatures[seq & 1][self.rank][0] = signature
+        signature = self._signatures[seq & 1][self.rank]
+        signature[0] = call
+        signature[1] = chunk
         self._flags[self.rank * 8] = seq
         self.seq = seq
 
-    def await_others(self, signature: int) -> tuple[int, int] | None:
+    def await_others(self, call: int, chunk: int) -> tuple[int, int, int] | None:
         """Wait until all ranks have published the current chunk.
 
         Returns:
-            None if all are in the same call, else (rank, its signature) of the first that is not.
+            None if all are at the same chunk of the same call, else (rank, call, chunk) of the first that is not.
 
         Raises:
             PeerLost: a rank died, or did not come in time.
@@ -97,8 +105,9 @@ class Segment:
                 self._wait_for(other, seq)
         signatures = self._signatures[seq & 1]
         for other in self.others:
-            if signatures[other][0] != signature:
-                return other, signatures[other][0]
+            theirs = signatures[other]
+            if theirs[0] != call or theirs[1] != chunk:
+                return other, theirs[0], theirs[1]
         return None
 
     def _wait_for(self, other: int, seq: int) -> None:
@@ -123,7 +132,11 @@ class Segment:
 
     def _check(self, other: int, seq: int, waited_s: float) -> None:
         pid, start_time = self._peers[other]
-        if start_time_of(pid) != start_time and self._flags[other * 8] < seq:
+        try:
+            gone = start_time_of(pid) != start_time
+        except OSError:
+            gone = False  # not known; the time limit still holds
+        if gone and self._flags[other * 8] < seq:
             raise PeerLost(f"rank {other} of the group (pid {pid}) died before its chunk {seq}")
         if waited_s > self.timeout_s:
             raise PeerLost(

@@ -60,9 +60,10 @@ def _host_linear(x: Any, weight: Any, bias: Any) -> Any:
     rows = _activations.of(out, num_rows, out_size)
     if not x.is_contiguous():
         x = x.contiguous()
+    weight = weight if weight.is_contiguous() else weight.contiguous()
     np.matmul(_activations.of(x, num_rows, in_size), _weights.of(weight, out_size, in_size).T, out=rows)
     if bias is not None:
-        rows += _weights.of(bias, 1, out_size)
+        rows += _weights.of(bias if bias.is_contiguous() else bias.contiguous(), 1, out_size)
     return out if len(leading) == 1 else out.reshape([*leading, out_size])
 
 

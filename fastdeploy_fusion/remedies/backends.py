@@ -40,6 +40,11 @@ PLATFORM = (
         "Use `plain` on this processor.",
     ),
     Remedy(
+        r"is not the memory that rank 0 made",
+        "A rank opened rank 0's memory through /proc and found something else there.",
+        "Let all ranks of a host see the same process ids: one container, or one PID namespace.",
+    ),
+    Remedy(
         r"needs Linux with memfd",
         "The `shm` backend shares an anonymous file through /proc.",
         "Run on Linux 3.17 or later with /proc mounted.",
