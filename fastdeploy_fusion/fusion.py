@@ -24,7 +24,7 @@ class AllReduceFusion:
 
     Attributes:
         group: the ranks. rank, world_size: in-group rank and size.
-        state: what start-up agreed on, as the policy sees it.
+        state: what start-up agreed on, as the policy sees it. dtype: the activations' that it was opened for.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class AllReduceFusion:
         config: FusionConfig | None = None,
         held: tuple[workspace.Workspace, GroupState] | None = None,
         *,
+        dtype: str = "float32",
         owns_group: bool = False,
     ) -> None:
         """Without ``held`` (see ``open``) every call takes the plain path, with the reason 'not initialised'."""
@@ -40,6 +41,7 @@ class AllReduceFusion:
         self.config = config or FusionConfig()
         self.rank = group.rank
         self.world_size = group.size
+        self.dtype = dtype
         self.state = held[1] if held is not None else GroupState(group.size)
         self._workspace = held[0] if held is not None else None
         self._closed = False
@@ -75,7 +77,7 @@ class AllReduceFusion:
             raise ValueError("config.auto is not decided yet; call config.settle(architecture, ...) first")
         members = group if group is not None else groups.init_world()
         held = workspace.acquire(members, config, hidden_size, dtype)
-        return cls(members, config, held, owns_group=group is None)
+        return cls(members, config, held, dtype=dtype, owns_group=group is None)
 
     def defers(self, marked: bool) -> bool:
         """Whether a site returns ``PartialSum``: it is marked, fusion is on, and there is something to add up."""
@@ -156,12 +158,16 @@ class AllReduceFusion:
         shape: Sequence[int],
         *,
         op: Op = Op.ADD_RMS_NORM,
-        dtype: str = "float32",
+        dtype: str | None = None,
         weight_dtype: str | None = None,
         has_residual: bool = True,
     ) -> Decision:
-        """What a call would do and why, without doing it. Not collective. ``weight_dtype`` None: as ``dtype``."""
+        """What a call would do and why, without doing it. Not collective.
+
+        ``dtype`` None: the one that was opened for; ``weight_dtype`` None: as ``dtype``.
+        """
         self._ledger.check_open()
+        dtype = dtype or self.dtype
         return decide(Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual), self.state, self.config)
 
     def status(self) -> str:

@@ -137,9 +137,26 @@ def init_world() -> RankGroup:
 def _init_parallel_env() -> None:
     if not dist.is_initialized():
         wait_for_first_rank()
+        choose_device()
         # Paddle writes its flags straight to sys.stderr here.
         with contextlib.redirect_stderr(io.StringIO()):
             dist.init_parallel_env()
+
+
+def choose_device() -> None:
+    """A GPU for each rank of a host and NCCL, or the CPU and gloo; only where no launcher or user has chosen.
+
+    Paddle picks neither by itself when ranks are started without its launcher, and with gloo it moves to the CPU.
+    """
+    if "PADDLE_DISTRI_BACKEND" in os.environ or "FLAGS_selected_gpus" in os.environ:
+        return
+    num_gpus = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    if not num_gpus:
+        os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
+        return
+    index = int(os.environ.get("PADDLE_TRAINER_ID", "0")) % num_gpus
+    os.environ["FLAGS_selected_gpus"] = str(index)  # noqa: SIM112 (Paddle's name)
+    paddle.device.set_device(f"gpu:{index}")
 
 
 def new_group(ranks: Iterable[int]) -> RankGroup | None:

@@ -55,7 +55,8 @@ def free_endpoints(count: int) -> list[str]:
 
 
 def rank_environment(rank: int, endpoints: list[str], base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of rank `rank` of `len(endpoints)`: what Paddle needs to form a world over gloo, and quietly.
+    """Environment of rank `rank` of `len(endpoints)`: what Paddle needs to form a world, and quietly. Each
+    rank chooses between NCCL and gloo itself, once Paddle is loaded (groups.choose_device).
 
     `OMP_NUM_THREADS` is set to this rank's share of the cores unless `base` (default: this process's) has it.
     """
@@ -67,7 +68,6 @@ def rank_environment(rank: int, endpoints: list[str], base: Mapping[str, str] | 
         PADDLE_TRAINERS_NUM=str(len(endpoints)),
         PADDLE_TRAINER_ENDPOINTS=",".join(endpoints),
         PADDLE_CURRENT_ENDPOINT=endpoints[rank],
-        PADDLE_DISTRI_BACKEND="gloo",
     )
     env.setdefault("GLOG_minloglevel", "2")
     env.setdefault("PYTHONWARNINGS", "ignore:No ccache found")

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,6 @@ def _examine(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         from ..diagnosis import diagnose
         from ..groups import init_world
 
-        _choose_gpu()
         leave_on_sigterm()
         world = init_world()
         try:
@@ -89,17 +87,6 @@ def _examine(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             world.close()
     except Exception as error:
         raise DoctorFailed(f"the examination failed: {type(error).__name__}: {error}") from error
-
-
-def _choose_gpu() -> None:
-    """A GPU of its own for each rank, where nobody has chosen one."""
-    import paddle
-
-    if not paddle.is_compiled_with_cuda() or "FLAGS_selected_gpus" in os.environ:
-        return
-    count = paddle.device.cuda.device_count()
-    if count:
-        paddle.device.set_device(f"gpu:{int(os.environ.get('PADDLE_TRAINER_ID', '0')) % count}")
 
 
 def _shown(document: dict[str, Any], as_json: bool) -> str:

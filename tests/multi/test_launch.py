@@ -34,7 +34,7 @@ def do_fine(rank):
 
 
 def do_environment(rank):
-    print(*[os.environ[name] for name in ("PADDLE_TRAINERS_NUM", "PADDLE_DISTRI_BACKEND", "OMP_NUM_THREADS")])
+    print(*[os.environ[name] for name in ("PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "OMP_NUM_THREADS")])
     return 0
 
 
@@ -125,8 +125,8 @@ def test_only_rank_zero_is_heard():
 def test_cores_are_shared_out_unless_the_user_says_otherwise():
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     os.environ.pop("OMP_NUM_THREADS", None)
-    assert finish(start(2, "environment"))[1] == f"2 gloo {share}\n"
-    assert finish(start(2, "environment", OMP_NUM_THREADS="7"))[1] == "2 gloo 7\n"
+    assert finish(start(2, "environment"))[1] == f"2 0 {share}\n"
+    assert finish(start(2, "environment", OMP_NUM_THREADS="7"))[1] == "2 0 7\n"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
