@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
-from fastdeploy_fusion.layers import PackedBatch
+from fastdeploy_fusion.layers import PackedBatch, ops
 from fastdeploy_fusion.layers.pipeline import share_last
 from fastdeploy_fusion.parallel import Parallel, as_parallel
 
@@ -140,7 +140,7 @@ def _step(
 def _choose(model: Any, hidden: Any, rows: list[int], deciding: list[_Sequence]) -> list[int]:
     """A token for each sequence, from its row of ``hidden``."""
     if len(rows) < hidden.shape[0]:
-        hidden = paddle.gather(hidden, paddle.to_tensor(rows, place=hidden.place))
+        hidden = paddle.gather(hidden, ops.tensor_of(rows, hidden.place))
     logits = model.logits(hidden).numpy()
     return [sequence.sampler.choose(row) for sequence, row in zip(deciding, logits, strict=True)]
 
@@ -171,7 +171,7 @@ def _fit(pending: list[tuple[int, int, list[int]]], limit: int | None) -> list[t
 def _forward(model: Any, cache: Any, taken: list[tuple[int, int, list[int]]]) -> tuple[PackedBatch, Any]:
     slots, cached, tokens = zip(*taken, strict=True)
     batch = PackedBatch(slots, cached, tuple(len(run) for run in tokens))
-    token_ids = paddle.to_tensor(np.concatenate(tokens).astype(np.int64))
+    token_ids = ops.tensor_of(np.concatenate(tokens))
     with paddle.no_grad():
         return batch, model(token_ids, batch, cache)
 

@@ -91,7 +91,7 @@ class AttentionStep:
         self.cache, self.rotary, self.split = cache, rotary, split
         local = batch if split is None else split.local
         positions = local.positions()
-        on_device = (lambda array: array) if cache.on_host else paddle.to_tensor
+        on_device = (lambda array: array) if cache.on_host else ops.tensor_of
         if rotary is not None:
             self.cos, self.sin = map(on_device, rotary.angles(positions))
         self.rows = cache.rows_of(batch, positions if local is batch else batch.positions())

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
+from . import ops
 from .kv_cache import PackedBatch
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ContextSplit:
 
     def take(self, rows: Any) -> Any:
         """This rank's rows of a tensor ``[num_tokens, ...]``."""
-        return paddle.gather(rows, paddle.to_tensor(self._rows, place=rows.place)) if self.is_cut else rows
+        return paddle.gather(rows, ops.tensor_of(self._rows, rows.place)) if self.is_cut else rows
 
     def gather(self, rows: Any) -> Any:
         """``[local tokens, ...]`` of every rank to ``[num_tokens, ...]`` in the batch's order. Collective if cut."""
@@ -47,7 +48,7 @@ class ContextSplit:
         if missing:
             rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], dtype=rows.dtype)])
         together = paddle.concat(self.group.all_gather(rows))
-        return paddle.gather(together, paddle.to_tensor(self._places, place=rows.place))
+        return paddle.gather(together, ops.tensor_of(self._places, rows.place))
 
     def gather_kv(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Both ``[local tokens, kv_heads, head_dim]``, gathered in one go; ``values`` None: keys alone."""

@@ -80,7 +80,7 @@ class KVCache:
         """Where ``write`` puts the batch's tokens: an index for each token and kv head."""
         slots: Any = np.repeat(np.array(batch.slots), batch.lengths)
         rows = (slots[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.max_tokens + positions[:, None]
-        return rows.reshape(-1) if self.on_host else paddle.to_tensor(rows.reshape(-1))
+        return rows.reshape(-1) if self.on_host else ops.tensor_of(rows.reshape(-1))
 
     def values_of(self, layer: int) -> Any:
         """``[num_slots, kv_heads, max_tokens, value_dim]``."""

@@ -135,7 +135,7 @@ class MambaMixer(WeightedLayer):
         inputs = paddle.concat([before, channels[prompt.first : prompt.end]])
         x, b, c = self._parts(causal_conv(inputs, weight, self.conv_bias))
         y, state = chunked_scan(x, dt[prompt.first : prompt.end], a, b, c, state, self.sizes.chunk_size)
-        slot = paddle.to_tensor([prompt.slot])
+        slot = ops.tensor_of([prompt.slot])
         write_rows(conv, slot, inputs[inputs.shape[0] - before.shape[0] :].unsqueeze(0))
         write_rows(ssm, slot, state.unsqueeze(0))
         return y + x * self.d.unsqueeze(-1)

@@ -115,7 +115,7 @@ class FusedMoE(WeightedLayer):
         if not len(order):
             return paddle.zeros_like(x)
         experts, starts = np.unique(local_ids[order], return_index=True)
-        rows = paddle.gather(x, paddle.to_tensor(order // top_k, place=x.place))
+        rows = paddle.gather(x, ops.tensor_of(order // top_k, x.place))
         ends = [*starts[1:].tolist(), len(order)]
         outputs = [
             self._expert(expert, rows[start:end])
@@ -132,7 +132,7 @@ class FusedMoE(WeightedLayer):
             return paddle.zeros_like(x)
         stacked = ops.widen(paddle.concat([self._expert(expert_ids[k] - experts.start, x) for k in held]))
         if len(held) < len(expert_ids):
-            weights = paddle.gather(weights, paddle.to_tensor(held, place=x.place), axis=1)
+            weights = paddle.gather(weights, ops.tensor_of(held, x.place), axis=1)
         return ops.cast(paddle.matmul(ops.cast(weights, stacked.dtype), stacked), x.dtype)
 
     def _expert(self, expert: int, x: Any) -> Any:
@@ -150,7 +150,7 @@ class FusedMoE(WeightedLayer):
             stacked = paddle.concat([stacked, paddle.zeros([1, stacked.shape[1]], dtype=stacked.dtype)])
         place_of = np.full(num_pairs, len(order))
         place_of[order] = np.arange(len(order))
-        pairs = paddle.gather(stacked, paddle.to_tensor(place_of, place=stacked.place))
+        pairs = paddle.gather(stacked, ops.tensor_of(place_of, stacked.place))
         pairs = pairs.reshape([num_tokens, top_k, -1])
         return paddle.matmul(ops.cast(weights, pairs.dtype).unsqueeze(1), pairs).squeeze(1)
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from . import ops
 from .kv_cache import KVCache, PackedBatch
 
 
@@ -58,7 +59,7 @@ class PagedKVCache(KVCache):
     def rows_of(self, batch: PackedBatch, positions: np.ndarray) -> Any:
         places = self.pages.rows_at(np.repeat(np.array(batch.slots), batch.lengths), positions)
         rows = (np.arange(self.kv_heads) * self.max_tokens + places[:, None]).reshape(-1)
-        return rows if self.on_host else paddle.to_tensor(rows)
+        return rows if self.on_host else ops.tensor_of(rows)
 
     def are_neighbours(self, slot: int, other: int) -> bool:
         return True
@@ -68,7 +69,7 @@ class PagedKVCache(KVCache):
         if run is not None:
             return run
         rows = self.pages.rows_at(np.array(slots)[:, None], np.arange(num_keys))
-        return rows if self.on_host else paddle.to_tensor(rows)
+        return rows if self.on_host else ops.tensor_of(rows)
 
     def read(self, layer: int, where: Any) -> tuple[Any, Any]:
         keys = self._gather(self.keys[layer], where)

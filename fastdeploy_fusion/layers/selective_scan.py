@@ -11,6 +11,8 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from . import ops
+
 
 def causal_conv(inputs: Any, weight: Any, bias: Any) -> Any:
     """``silu(conv(inputs))``: ``inputs [kernel - 1 + num_tokens, channels]``, ``weight [kernel, channels]``.
@@ -55,7 +57,7 @@ def _chunk(x: Any, dt: Any, a: Any, b: Any, c: Any, state: Any) -> tuple[Any, An
     decay = paddle.cumsum((dt * a).transpose([1, 0]).reshape([*grouped, num_tokens]), axis=-1)
     state = state.reshape([*grouped, head_dim, state_size])
     # What row j gave has decayed by exp(decay_i - decay_j) at row i >= j. Masked before exp, where it could overflow.
-    since = decay.unsqueeze(-1) - decay.unsqueeze(-2) + paddle.to_tensor(_future(num_tokens), place=x.place)
+    since = decay.unsqueeze(-1) - decay.unsqueeze(-2) + ops.tensor_of(_future(num_tokens), x.place)
     y = paddle.matmul(paddle.matmul(c, b, transpose_y=True) * paddle.exp(since), x)
     y = y + paddle.matmul(c, state, transpose_y=True) * paddle.exp(decay).unsqueeze(-1)
     last = decay[:, :, -1:]

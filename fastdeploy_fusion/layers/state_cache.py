@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from . import ops
 from .kv_cache import PackedBatch
 
 
@@ -63,8 +64,8 @@ class StateStep:
                 slots.append(slot)
                 kept.append(float(cached > 0))
         self.num_singles = len(rows)
-        self.rows, self.slots = (paddle.to_tensor(np.array(values, np.int64)) for values in (rows, slots))
-        self.kept = None if all(kept) else paddle.to_tensor(np.array(kept, np.float32)).reshape([-1, 1, 1])
+        self.rows, self.slots = map(ops.tensor_of, (rows, slots))
+        self.kept = None if all(kept) else ops.tensor_of(np.array(kept, np.float32)).reshape([-1, 1, 1])
 
 
 def _runs(batch: PackedBatch) -> Iterator[tuple[int, int]]:

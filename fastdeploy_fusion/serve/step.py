@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import numpy as np
 import paddle
 
-from ..layers import PackedBatch, PageTable
+from ..layers import PackedBatch, PageTable, ops
 from ..layers.pipeline import share_last
 from .scheduler import Plan
 
@@ -24,13 +23,13 @@ class ModelRunner:
             self.pages.assign(slot, blocks)
         batch = PackedBatch(plan.slots, plan.cached, plan.lengths)
         with paddle.no_grad():
-            hidden = self.model(paddle.to_tensor(np.array(plan.tokens, np.int64)), batch, self.cache)
+            hidden = self.model(ops.tensor_of(plan.tokens), batch, self.cache)
             if not plan.rows:
                 return None
             logits = None
             if hidden is not None:
                 if len(plan.rows) < batch.num_tokens:
-                    hidden = paddle.gather(hidden, paddle.to_tensor(np.array(plan.rows, np.int64), place=hidden.place))
+                    hidden = paddle.gather(hidden, ops.tensor_of(plan.rows, hidden.place))
                 logits = self.model.logits(hidden)
             shape = [len(plan.rows), self.model.config.vocab_size]
             return share_last(self.model.parallel.pipeline, logits, shape, "float32").numpy()
