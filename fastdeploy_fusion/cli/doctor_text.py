@@ -104,7 +104,7 @@ def _verdict(d: dict[str, Any]) -> str:
 
 
 def _row(name: str, text: str) -> str:
-    return f"{name:<18}{text}"
+    return f"{name:<17} {text}"
 
 
 def _listed(versions: dict[str, str]) -> str:
