@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from queue import SimpleQueue
 
 import httpx
@@ -22,14 +23,19 @@ EOS = 0
 
 
 class CountingRunner:
-    """A "model" that goes on with the next token id. ``gate``: set to let it run."""
+    """A "model" that goes on with the next token id. ``gate``: set to let it run.
+
+    ``step_seconds``: what a step of a real model takes, where a test depends on the event loop getting its turn.
+    """
 
     def __init__(self, vocab_size):
         self.vocab_size, self.gate, self.plans = vocab_size, threading.Event(), []
+        self.step_seconds = 0.0
         self.gate.set()
 
     def run(self, plan):
         self.gate.wait(10)
+        time.sleep(self.step_seconds)
         self.plans.append(plan)
         return [(plan.tokens[row] + 1) % self.vocab_size for row in plan.rows]
 

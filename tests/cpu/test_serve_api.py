@@ -195,6 +195,7 @@ def test_a_client_that_leaves_frees_its_sequence(serve, stream, send_fails):
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}
         scope |= {"headers": [], "query_string": b"", "http_version": "1.1", "scheme": "http", "asgi": {}}
         server.runner.gate.clear()
+        server.runner.step_seconds = 0.02
         call = asyncio.create_task(server.app(scope, messages.get, send))
         await until(lambda: server.frontend.num_in_flight == 1)
         if send_fails:

@@ -181,11 +181,12 @@ def generate_with_fault(data, fault, *sizes):
 
 
 def start_long(data, **environment):
-    """A run of some seconds on two ranks, returned when it is about to generate."""
+    """A run of some seconds on two ranks, returned when both generate."""
     argv = ["--model", data / "glm4_moe_a", "--prompt", "2 + 2 =", "--max-new-tokens", "500", "--ignore-eos"]
     launcher = start(*argv, *size(2), *FUSED, **environment)
     while b"weights" not in (line := launcher.stderr.readline()):
         assert line, "it ended before the weights were read"
+    time.sleep(1.5)  # that was rank 0: while ranks load they wait for each other for minutes
     return launcher
 
 
