@@ -21,6 +21,7 @@ VARIABLES = (
         "table of measured token limits that open() reads; empty: tuned.json in the user's cache folder; off: none",
     ),
     Variable("FDFUSION_API_KEY", "", "what clients of `serve` must send, where --api-key is not given; empty: nothing"),
+    Variable("FDFUSION_OWN_CORES", "1", "0: shm does not keep a rank's main thread on the rank's share of the cores"),
     Variable("FDFUSION_LOG_LEVEL", "INFO", "level of the log that the command line writes to stderr"),
     Variable("FDFUSION_DEBUG", "0", "1: the command line shows tracebacks instead of one-line errors"),
     Variable(

@@ -17,7 +17,7 @@ import paddle
 
 from ..errors import FusionError
 from ..groups import RankGroup
-from . import WorkspacePlan, shm_memory
+from . import WorkspacePlan, cores, shm_memory
 from .host_memory import HostViews, outputs
 from .host_norm import normalise_rows
 from .shm_segment import TOKEN_BYTES, Segment, segment_bytes, start_time_of
@@ -147,6 +147,7 @@ class ShmBackend:
         self._chunk_size = _chunk_bytes(plan) // 4
         self._views = HostViews()
         self._broken: str | None = None
+        self._cores = cores.claim()
 
     @property
     def timeout_s(self) -> float:
@@ -239,3 +240,4 @@ class ShmBackend:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+            cores.give_back(self._cores)
