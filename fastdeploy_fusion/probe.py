@@ -30,7 +30,7 @@ def device_name(device: str, facts: dict[str, Any]) -> str:
         return f"{name}, SM{facts['sm']}" if "sm" in facts else name
     with open("/proc/cpuinfo") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return f"{models[0] if models else 'unknown processor'}, {len(os.sched_getaffinity(0))} cores"
+    return f"{models[0] if models else 'unknown processor'}, {os.cpu_count()} cores"
 
 
 def tuning_conditions(backend: str, facts: dict[str, Any]) -> dict[str, str]:
