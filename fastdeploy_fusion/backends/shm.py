@@ -142,7 +142,6 @@ class ShmBackend:
         self._group = group
         self._rank = group.rank
         self._world_size = plan.world_size
-        self._hidden_size = plan.hidden_size
         self._chunk_rows = chunk_rows(plan.hidden_size)
         self._chunk_size = _chunk_bytes(plan) // 4
         self._views = HostViews()
