@@ -124,14 +124,21 @@ def _run(
         finally:
             ranks.end()
         outcomes = ranks.outcomes()
-    _assert_nothing_left(token, ranks.pids, shm_before)
-    bad = [o for o in outcomes if not o.ok]
-    if timed_out:
-        raise RanksFailed(f"not done after {timeout_s:g} s\n" + "\n".join(o.describe() for o in bad))
-    if bad and not observe:
-        own = [o for o in bad if not o.ended_by_harness]
-        raise RanksFailed(f"{len(own)} of {num_ranks} ranks failed\n" + "\n".join(o.describe() for o in own or bad))
+    wrong = [*_failures(outcomes, timeout_s if timed_out else None, observe), *_left(token, ranks.pids, shm_before)]
+    if wrong:
+        raise RanksFailed("\n".join(wrong))
     return outcomes
+
+
+def _failures(outcomes: list[Outcome], passed_s: float | None, observe: bool) -> list[str]:
+    """What to say of ranks that failed, or that were not done when the deadline of `passed_s` had passed."""
+    bad = [o for o in outcomes if not o.ok]
+    if passed_s is not None:
+        return [f"not done after {passed_s:g} s", *(o.describe() for o in bad)]
+    if not bad or observe:
+        return []
+    own = [o for o in bad if not o.ended_by_harness]
+    return [f"{len(own)} of {len(outcomes)} ranks failed", *(o.describe() for o in own or bad)]
 
 
 class _RankSet:
@@ -259,15 +266,24 @@ def _shm_names() -> set[str]:
         return set()
 
 
-def _assert_nothing_left(token: str, pids: list[int], shm_before: set[str]) -> None:
-    """Raises when a process of this run lives or a new segment of ours lies in /dev/shm (after a moment's grace)."""
+def _left(token: str, pids: list[int], shm_before: set[str]) -> list[str]:
+    """Processes of this run that live (ended here) or new segments of ours in /dev/shm, after a moment's grace."""
     deadline = time.monotonic() + 2
     while (processes := processes_with(token)) or (segments := new_segments(shm_before, pids)):
         if time.monotonic() > deadline:
+            commands = [f"{pid} {_command(pid)}" for pid in processes]
             for pid in processes:
                 os.kill(pid, signal.SIGKILL)
-            raise RanksFailed(f"left behind: processes {processes}, /dev/shm: {[] if processes else segments}")
+            return [f"left behind: processes {commands}, /dev/shm: {[] if processes else segments}"]
         time.sleep(0.05)
+    return []
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+    except OSError:
+        return "(gone)"
 
 
 def new_segments(before: set[str], pids: Sequence[int] = ()) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -17,7 +18,9 @@ def all_reduce(rank, num_ranks):
     import paddle
     import paddle.distributed as dist
 
-    dist.init_parallel_env()
+    from fastdeploy_fusion import groups
+
+    groups.init_world()
     t = paddle.full([4], rank + 1.0)
     dist.all_reduce(t)
     return t.tolist()
@@ -29,6 +32,11 @@ def lose_rank_one(rank, num_ranks, how):
             raise ValueError("rank one is gone")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def leave_a_child_and_raise(rank, num_ranks):
+    subprocess.Popen(["sleep", "60"])
+    raise ValueError("the reason")
 
 
 def sleep(rank, num_ranks):
@@ -47,6 +55,11 @@ def test_a_lost_rank_fails_within_seconds(how, words):
         run_ranks(2, lose_rank_one, how)
     assert "1 of 2 ranks failed" in str(info.value)
     assert time.monotonic() - start < 8
+
+
+def test_what_is_left_behind_does_not_hide_why():
+    with pytest.raises(RanksFailed, match=r"(?s)the reason.*left behind: processes \['\d+ sleep 60'"):
+        run_ranks(2, leave_a_child_and_raise)
 
 
 def test_the_deadline_shows_where_each_rank_hangs():
