@@ -15,7 +15,6 @@ import faulthandler
 import importlib
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_fusion.launch import child_path, die_with_parent, free_endpoints, rank_environment
+from tests.leftovers import left_behind, shm_names
 
 Body = str | Callable[..., Any]
 _TOKEN = "RANKS_OF_TEST"
@@ -114,7 +114,7 @@ def _run(
     kill_on_failure: bool,
 ) -> list[Outcome]:
     token = f"{os.getpid()}-{secrets.token_hex(6)}"
-    shm_before = _shm_names()
+    shm_before = shm_names()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         folder.joinpath("cases.json").write_text(json.dumps([[_spec(c[0]), list(c[1:])] for c in cases]))
@@ -124,7 +124,10 @@ def _run(
         finally:
             ranks.end()
         outcomes = ranks.outcomes()
-    wrong = [*_failures(outcomes, timeout_s if timed_out else None, observe), *_left(token, ranks.pids, shm_before)]
+    wrong = [
+        *_failures(outcomes, timeout_s if timed_out else None, observe),
+        *left_behind(token, ranks.pids, shm_before),
+    ]
     if wrong:
         raise RanksFailed("\n".join(wrong))
     return outcomes
@@ -257,53 +260,3 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(text)
     partial.rename(path)
-
-
-def _shm_names() -> set[str]:
-    try:
-        return set(os.listdir("/dev/shm"))
-    except FileNotFoundError:
-        return set()
-
-
-def _left(token: str, pids: list[int], shm_before: set[str]) -> list[str]:
-    """Processes of this run that live (ended here) or new segments of ours in /dev/shm, after a moment's grace."""
-    deadline = time.monotonic() + 2
-    while (processes := processes_with(token)) or (segments := new_segments(shm_before, pids)):
-        if time.monotonic() > deadline:
-            commands = [f"{pid} {_command(pid)}" for pid in processes]
-            for pid in processes:
-                os.kill(pid, signal.SIGKILL)
-            return [f"left behind: processes {commands}, /dev/shm: {[] if processes else segments}"]
-        time.sleep(0.05)
-    return []
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
-    except OSError:
-        return "(gone)"
-
-
-def new_segments(before: set[str], pids: Sequence[int] = ()) -> list[str]:
-    """Names in /dev/shm that were not in `before`, less those that carry the pid of another living process."""
-    left = []
-    for name in _shm_names() - before:
-        owners = {int(digits) for digits in re.findall(r"\d+", name)[:4] if len(digits) < 10}
-        if not any(pid not in pids and os.path.exists(f"/proc/{pid}") for pid in owners if pid > 1):
-            left.append(name)
-    return sorted(left)
-
-
-def processes_with(token: str) -> list[int]:
-    """Pids of living processes (no zombies) whose environment holds `token`, this one excepted."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if token.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.ranks import new_segments, processes_with
+from tests.leftovers import new_segments, processes_with
 
 _TOKEN = "SERVE_TEST_TOKEN"
 FUSED = ("--enable-flashinfer-allreduce-fusion",)

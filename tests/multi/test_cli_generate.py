@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import new_segments, processes_with
+from tests.leftovers import new_segments, processes_with
 
 TOKEN = ("GENERATE_TEST_TOKEN", f"{os.getpid()}.")  # in the environment of all that this file starts
 FUSED = ("--enable-flashinfer-allreduce-fusion",)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_fusion.errors import CheckpointError, PeerLost
-from tests.ranks import processes_with
+from tests.leftovers import processes_with
 
 TOKEN = ("LAUNCH_TEST_TOKEN", f"{os.getpid()}.")  # in the environment of all that this file starts
 
