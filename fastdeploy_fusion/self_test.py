@@ -3,10 +3,10 @@
 from typing import Any
 
 import numpy as np
-import paddle
 
 from . import reference
 from .backends import Backend, WorkspacePlan
+from .host_values import from_numpy, to_float64
 
 _NUM_TOKENS = (1, 3)
 _EPS = 1e-5
@@ -41,23 +41,6 @@ def _random(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
     # Six mantissa bits survive in every dtype.
     mantissa, exponent = np.frexp(values)
     return np.ldexp(np.round(mantissa * 64) / 64, exponent).astype(np.float32)
-
-
-def from_numpy(array: np.ndarray, dtype: str) -> Any:
-    """A Paddle tensor on the current device from float32 values, converted on the host: 16-bit conversion needs a
-    kernel that some of Paddle's runtimes lack."""
-    if dtype == "bfloat16":
-        bits = array.astype(np.float32).view(np.uint32)
-        return paddle.to_tensor(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16), dtype="bfloat16")
-    return paddle.to_tensor(array.astype(dtype))
-
-
-def to_float64(tensor: Any) -> np.ndarray:
-    """The values of a tensor of any float dtype, converted on the host."""
-    array = tensor.numpy()
-    if array.dtype == np.uint16:  # Paddle hands bfloat16 over as its bits
-        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return array.astype(np.float64)
 
 
 def _check(what: str, tensor: Any, expected: np.ndarray, plan: WorkspacePlan) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import gpu_contenders
 import gpu_ranks as ranks
 
+from fastdeploy_fusion.config import DTYPES
+
 MODES = ("graph", "eager", "host")
 
 
@@ -26,7 +28,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     names = ",".join(gpu_contenders.NAMES)
     parser.add_argument("--tokens", default="1,4,16,32,64,128,256,512,1024,2048")
     parser.add_argument("--hidden", default="4096")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(ranks.ITEM_BYTES))
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--what", default=names, help=f"comma-separated contenders; default {names}")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--repeats", type=int, default=15)
@@ -96,6 +98,8 @@ def _text(value: Any) -> str:
 
 def measure(group: Any, run: Any, mode: str, args: argparse.Namespace, numel: int) -> float | str:
     """Microseconds a call, or why not. An exception is one that all ranks meet (nothing is launched by then)."""
+    from fastdeploy_fusion.backends.flashinfer.yardstick import capture
+
     try:
         for _ in range(3):
             run()
@@ -105,7 +109,7 @@ def measure(group: Any, run: Any, mode: str, args: argparse.Namespace, numel: in
         if mode == "eager":
             return ranks.timed(group, run, args.calls, args.repeats)
         calls = 20 if numel < 1 << 22 else 5
-        graph = ranks.capture(lambda: [run() for _ in range(calls)][-1])
+        graph = capture(lambda: [run() for _ in range(calls)][-1])
         try:
             replays = max(1, args.calls // calls)
             return ranks.timed(group, graph.replay, replays, args.repeats) / calls

@@ -188,6 +188,7 @@ def special(context: Context) -> None:
 
 def pair(context: Context) -> None:
     """RowParallelLinear (cuBLAS) into RMSNorm: the layers, one sum, taken by the fused path."""
+    from fastdeploy_fusion.host_values import to_bits
     from fastdeploy_fusion.layers.linear import RowParallelLinear
     from fastdeploy_fusion.layers.norm import RMSNorm
     from fastdeploy_fusion.sites import fusable
@@ -203,8 +204,8 @@ def pair(context: Context) -> None:
         with context.fusion(hidden, dtype) as fusion:
             linear = RowParallelLinear(inner, hidden, tp=fusion, prefix=fusable("layer.o_proj"), dtype=dtype)
             norm = RMSNorm(hidden, EPS, tp=fusion, prefix="layer.norm", dtype=dtype)
-            linear.weight.set_value(ranks.to_bits(matrix_values[:, mine], dtype))
-            norm.weight.set_value(ranks.to_bits(gamma, dtype))
+            linear.weight.set_value(to_bits(matrix_values[:, mine], dtype))
+            norm.weight.set_value(to_bits(gamma, dtype))
             owed = linear(ranks.tensor(x[:, mine], dtype))
             context.check(type(owed).__name__ == "PartialSum", f"{dtype}: the linear layer owes no sum")
             norm_out, residual_out = norm(owed, ranks.tensor(residual, dtype))

@@ -103,11 +103,13 @@ def graph(context: Any) -> None:
 
 
 def _replay(context: Any, fusion: Any, tokens: int, hidden: int, dtype: str) -> None:
+    from fastdeploy_fusion.backends.flashinfer.yardstick import capture
+
     _, _, _, operands = case(context, tokens, hidden, dtype)
     fusion.add_rms_norm(*operands, 1e-6)
-    captured = ranks.capture(lambda: [fusion.add_rms_norm(*operands, 1e-6) for _ in range(3)])
+    captured = capture(lambda: [fusion.add_rms_norm(*operands, 1e-6) for _ in range(3)])
     fusion.freeze()
-    reduced = ranks.capture(lambda: fusion.all_reduce(operands[0]))
+    reduced = capture(lambda: fusion.all_reduce(operands[0]))
     for seed in (11, 12, 13):
         parts, residual, weight, fresh = case(context, tokens, hidden, dtype, seed)
         with ranks.on_paddle_stream():

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
 
 def start(limit_s: float) -> Any:
     """Form the world; its RankGroup. Every rank ends itself after `limit_s` seconds, whatever it waits for then."""
@@ -57,35 +55,24 @@ def say(group: Any, *words: Any) -> None:
         print(*words, flush=True)
 
 
-def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as the array that Paddle reads as `dtype` (bfloat16: its bits, rounded to nearest even)."""
-    if dtype != "bfloat16":
-        return np.ascontiguousarray(values, dtype)
-    bits = np.ascontiguousarray(values, "float32").view("uint32")
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-
-
-def from_bits(array: np.ndarray) -> np.ndarray:
-    """The float32 values of what Paddle's `numpy()` gave."""
-    if array.dtype == np.uint16:
-        return (array.astype("uint32") << 16).view("float32")
-    return array.astype("float32")
-
-
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """float32 values after a rounding to `dtype`."""
+    from fastdeploy_fusion.host_values import from_bits, to_bits
+
     return from_bits(to_bits(values, dtype))
 
 
 def tensor(values: np.ndarray, dtype: str) -> Any:
     """A Paddle tensor on this rank's GPU."""
-    import paddle
+    from fastdeploy_fusion.host_values import from_numpy
 
-    return paddle.to_tensor(to_bits(values, dtype))
+    return from_numpy(values, dtype)
 
 
 def values_of(result: Any) -> np.ndarray:
+    """The float32 values of a tensor."""
+    from fastdeploy_fusion.host_values import from_bits
+
     return from_bits(result.numpy())
 
 
@@ -122,20 +109,6 @@ def synchronize() -> None:
     from fastdeploy_fusion.backends.flashinfer import driver
 
     driver.synchronize()
-
-
-def capture(body: Callable[[], Any]) -> Any:
-    """`body` in a Paddle CUDA graph; what it returns is kept alive with the graph, as `.kept`."""
-    from paddle.device.cuda.graphs import CUDAGraph
-
-    graph = CUDAGraph()
-    graph.capture_begin()
-    try:
-        kept = body()
-    finally:
-        graph.capture_end()
-    graph.kept = kept
-    return graph
 
 
 def timed(group: Any, run: Callable[[], Any], calls: int, repeats: int) -> float:

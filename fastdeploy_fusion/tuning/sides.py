@@ -8,7 +8,7 @@ import paddle
 
 from ..backends import plain
 from ..fusion import AllReduceFusion
-from ..self_test import from_numpy
+from ..host_values import from_numpy
 
 EPS = 1e-6
 SCALE = 1e-3

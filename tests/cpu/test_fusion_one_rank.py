@@ -6,8 +6,8 @@ import pytest
 
 from fastdeploy_fusion import AllReduceFusion, FusionConfig, reference
 from fastdeploy_fusion.errors import WorkspaceError
+from fastdeploy_fusion.host_values import from_numpy, to_float64
 from fastdeploy_fusion.policy import Reason
-from fastdeploy_fusion.self_test import from_numpy, to_float64
 
 
 @pytest.fixture

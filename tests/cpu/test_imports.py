@@ -14,7 +14,7 @@ PACKAGE = "fastdeploy_fusion"
 LAYERS = [
     {"errors", "config", "env", "faults", "sites", "policy", "tuned", "deadline", "topology", "metrics", "hardware"}
     | {"remedies"},
-    {"launch", "channel", "groups", "partial", "reference"},
+    {"launch", "channel", "groups", "partial", "reference", "host_values"},
     {"backends"},
     {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel", "forecast", "diagnosis"},
     {"layers"},

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fastdeploy_fusion import self_test
 from fastdeploy_fusion.backends.flashinfer import api, driver, paddle_side
 from fastdeploy_fusion.backends.flashinfer.detect import Way
+from fastdeploy_fusion.host_values import to_bits
 
 STREAM = 4242
 ORDER = (
@@ -41,7 +41,7 @@ def read(tensor: Any, shape: tuple[int, ...]) -> np.ndarray:
 def write(tensor: Any, values: np.ndarray) -> np.ndarray:
     """Store float32 values; what was stored, as float32."""
     memory, bits = _memory(tensor, values.shape)
-    memory[:] = self_test.from_numpy(values, "bfloat16").numpy() if bits else values
+    memory[:] = to_bits(values, "bfloat16") if bits else values
     return read(tensor, values.shape)
 
 

@@ -9,7 +9,7 @@ import paddle
 
 from fastdeploy_fusion import AllReduceFusion, FusionConfig, groups, reference
 from fastdeploy_fusion.backends.shm import chunk_rows
-from fastdeploy_fusion.self_test import from_numpy, to_float64
+from fastdeploy_fusion.host_values import from_numpy, to_float64
 
 EPS = 1e-5
 

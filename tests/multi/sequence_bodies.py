@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_fusion import AllReduceFusion, FusionConfig, ParallelConfig, groups, reference
 from fastdeploy_fusion.groups import RankGroup
-from fastdeploy_fusion.self_test import from_numpy, to_float64
+from fastdeploy_fusion.host_values import from_numpy, to_float64
 from fastdeploy_fusion.topology import make_topology
 
 EPS = 1e-5

@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 import numpy as np
-import paddle
 
 from ...errors import FusionError, PeerLost, WorkspaceError
+from ...host_values import from_numpy
 from . import bound, driver, paddle_side
 from .api import Workspace
 from .comm import Communicator
@@ -168,19 +168,11 @@ def _trial(backend: TrtllmBackend, tokens: int) -> list[bytes]:
     site = backend.site
     noise, common = np.random.default_rng(site.rank), np.random.default_rng(99)
     shape = (tokens, site.hidden_size)
-    partial = to_paddle(noise.standard_normal(shape, "float32"), site.dtype)
-    residual = to_paddle(common.standard_normal(shape, "float32"), site.dtype)
-    weight = to_paddle(common.standard_normal(site.hidden_size, "float32"), site.dtype)
+    partial = from_numpy(noise.standard_normal(shape, "float32"), site.dtype)
+    residual = from_numpy(common.standard_normal(shape, "float32"), site.dtype)
+    weight = from_numpy(common.standard_normal(site.hidden_size, "float32"), site.dtype)
     results = (*backend.add_rms_norm(partial, residual, weight, 1e-6), backend.all_reduce(partial))
     return [result.numpy().tobytes() for result in results]
-
-
-def to_paddle(values: Any, dtype: str) -> Any:
-    """A tensor on Paddle's current device, by a copy alone (no kernel); bfloat16 by its bits, rounded to nearest."""
-    if dtype != "bfloat16":
-        return paddle.to_tensor(np.ascontiguousarray(values, dtype))
-    bits = np.ascontiguousarray(values, "float32").view("uint32")
-    return paddle.to_tensor(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16"))
 
 
 def create(way: Any, group: Any, plan: Any) -> TrtllmBackend:

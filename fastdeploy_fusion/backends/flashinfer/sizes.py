@@ -1,11 +1,12 @@
-"""Arithmetic of the FlashInfer trtllm workspace and launch, from its sources (0.4.1 to 0.7.4). Pure, no imports."""
+"""Arithmetic of the FlashInfer trtllm workspace and launch, from its sources (0.4.1 to 0.7.4). Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...policy import ITEMSIZE
+
 WORLD_SIZES = (2, 4, 8, 16)
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ACCESS_BYTES = 16  # a thread moves 16 bytes at a time
 GRANULE = 1 << 21  # physical GPU memory comes in pieces of 2 MiB
 SIGNAL_PAD = 2048  # added to every buffer of symmetric memory, used or not
@@ -25,7 +26,7 @@ def round_up(value: int, unit: int) -> int:
 
 def comm_bytes(plan: Any) -> int:
     """Bytes of one of the three rotating one-shot buffers: what every rank pushes to this one in one call."""
-    return plan.world_size * plan.num_max_tokens * plan.hidden_size * ITEM_BYTES[plan.dtype]
+    return plan.world_size * plan.num_max_tokens * plan.hidden_size * ITEMSIZE[plan.dtype]
 
 
 def buffer_bytes(plan: Any, wide_float32: bool = False) -> tuple[int, int, int]:
@@ -46,12 +47,12 @@ def workspace_bytes(plan: Any, wide_float32: bool = False, pad: int = SIGNAL_PAD
 
 def max_tokens(plan: Any) -> int:
     """The largest num_max_tokens that this backend accepts for the plan's other values."""
-    return (COMM_LIMIT - 1) // (plan.world_size * plan.hidden_size * ITEM_BYTES[plan.dtype])
+    return (COMM_LIMIT - 1) // (plan.world_size * plan.hidden_size * ITEMSIZE[plan.dtype])
 
 
 def block_threads(hidden_size: int, dtype: str) -> int:
     """Threads of a block that the launcher starts from; it fails above 1024."""
-    threads = hidden_size * ITEM_BYTES[dtype] // ACCESS_BYTES
+    threads = hidden_size * ITEMSIZE[dtype] // ACCESS_BYTES
     cluster = 8
     while threads % cluster and cluster > 1:
         cluster //= 2
@@ -69,16 +70,16 @@ def use_oneshot(tokens: int, hidden_size: int, dtype: str, world_size: int) -> b
     limit = ONESHOT_MIB.get(world_size)
     if limit is None or tokens <= world_size:
         return True
-    return 2 * world_size * tokens * hidden_size * ITEM_BYTES[dtype] <= limit << 20
+    return 2 * world_size * tokens * hidden_size * ITEMSIZE[dtype] <= limit << 20
 
 
 def refuse_plan(plan: Any) -> str | None:
     """Why the kernels cannot serve this plan anywhere, or None."""
     if plan.world_size not in WORLD_SIZES:
         return f"{plan.world_size} ranks: FlashInfer's kernels are built for {WORLD_SIZES} ranks"
-    if plan.dtype not in ITEM_BYTES:
-        return f"dtype {plan.dtype!r}: FlashInfer's kernels take {', '.join(ITEM_BYTES)}"
-    unit = ACCESS_BYTES // ITEM_BYTES[plan.dtype]
+    if plan.dtype not in ITEMSIZE:
+        return f"dtype {plan.dtype!r}: FlashInfer's kernels take {', '.join(ITEMSIZE)}"
+    unit = ACCESS_BYTES // ITEMSIZE[plan.dtype]
     if plan.hidden_size <= 0 or plan.hidden_size % unit:
         return f"hidden size {plan.hidden_size}: must be a multiple of {unit} (16 bytes of {plan.dtype})"
     if block_threads(plan.hidden_size, plan.dtype) > 1024:
