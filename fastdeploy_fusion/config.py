@@ -13,6 +13,7 @@ ENABLE_FLAG = "--enable-flashinfer-allreduce-fusion"
 MODE_FLAG = "--flashinfer-allreduce-fusion"
 BACKEND_FLAG = "--flashinfer-allreduce-fusion-backend"
 MAX_TOKENS_FLAG = "--flashinfer-allreduce-fusion-max-tokens"
+DETERMINISTIC_FLAG = "--flashinfer-allreduce-fusion-deterministic"
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ class FusionConfig:
     enabled: use a fused backend where one is proven; off by default, as in FastDeploy.
     backend: ``auto`` (trtllm on GPUs, shm on CPUs), or one by name; ``plain`` never fuses.
     num_max_tokens: more tokens than this take the plain path; None: the backend's own limit for the shape.
-    deterministic: only backends that add in one fixed order whatever the batch.
+    deterministic: every sum is added in one fixed order whatever the batch, on whatever path: by backends that do so,
+        else in rank order after gathering the shares, which moves more bytes.
     auto: not decided yet; ``settle`` turns it into ``enabled`` once model and layout are known.
     decided_by: what set ``enabled``, in words, for the log.
     """
@@ -79,6 +81,7 @@ class FusionConfig:
             decided_by=decided_by,
             backend=args.flashinfer_allreduce_fusion_backend,
             num_max_tokens=args.flashinfer_allreduce_fusion_max_tokens,
+            deterministic=args.flashinfer_allreduce_fusion_deterministic,
         )
 
     def settle(self, architecture: str, known: Collection[str], tensor_parallel_size: int) -> "FusionConfig":
@@ -96,9 +99,6 @@ class FusionConfig:
         return dataclasses.replace(
             self, auto=False, enabled=why_not is None, decided_by=f"{self.decided_by or 'auto'}: {why_not or where}"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,13 @@ def add_fusion_args(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         default=FusionConfig.num_max_tokens,
-        help="more tokens than N take the plain path (default: measured limits for the GPU and the shape)",
+        help="more tokens than N take the plain path (default: measured limits for the device and the shape)",
+    )
+    group.add_argument(
+        DETERMINISTIC_FLAG,
+        action="store_true",
+        default=FusionConfig.deterministic,
+        help="add every sum in rank order, so that a token's bits do not depend on the batch (off by default)",
     )
 
 

@@ -9,7 +9,7 @@ from .backends import WorkspacePlan, module_of, resolve
 from .config import FusionConfig
 from .hardware import COMPUTE_CAPABILITIES
 from .opening import token_limits
-from .policy import GroupState, limit_tokens
+from .policy import GroupState
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,14 @@ def this_machine(config: FusionConfig, plan: WorkspacePlan) -> Device:
 
 def forecast(config: FusionConfig, plan: WorkspacePlan, device: Device) -> Forecast:
     """Pure. ``plan``'s token limit is replaced by the one that start-up would fix."""
-    limit = limit_tokens(config, None, plan.world_size, plan.hidden_size, plan.dtype)
-    state = GroupState(plan.world_size, None, "plain", plan.hidden_size, limit)
+    state = GroupState(plan.world_size, None, "plain", plan.hidden_size, max(token_limits("plain", config, plan)))
     if not config.enabled or plan.world_size == 1:
         return Forecast(state, 0)
     if config.backend == "plain":
         return Forecast(dataclasses.replace(state, unavailable="the plain backend was asked for"), 0)
     name = resolve(config.backend, device.kind)
     module = module_of(name)
-    norm_limit, sum_limit = token_limits(config, plan, device.sm, device.tuned)
+    norm_limit, sum_limit = token_limits(name, config, plan, device.sm, device.tuned)
     plan = dataclasses.replace(plan, num_max_tokens=max(1, norm_limit, sum_limit))
     refusal = module.refuse(rank_facts(name, plan.world_size, device), plan)
     state = dataclasses.replace(

@@ -46,7 +46,7 @@ class AllReduceFusion:
         self._workspace = held[0] if held is not None else None
         self._closed = False
         self._owns_group = owns_group
-        self._plain = faults.sabotage(PlainBackend(group), group.ranks[group.rank])
+        self._plain = faults.sabotage(PlainBackend(group, self.config.deterministic), group.ranks[group.rank])
         self._ledger = Ledger(self.state, self.config, logs=self.rank == 0)
 
     @classmethod
@@ -97,28 +97,32 @@ class AllReduceFusion:
         """Mark a tensor as this rank's share of a sum over the group. ``site``: the weight prefix to count it under."""
         return PartialSum(tensor, self, site)
 
-    def add_rms_norm(self, partial: PartialSum | Any, residual: Any | None, weight: Any, eps: float) -> tuple[Any, Any]:
-        """``residual_out = sum over ranks + residual``; ``norm_out = rms_norm(residual_out) * weight``.
+    def add_rms_norm(
+        self, partial: PartialSum | Any, residual: Any | None, weight: Any, eps: float, weight_bias: float = 0.0
+    ) -> tuple[Any, Any]:
+        """``residual_out = sum over ranks + residual``; ``norm_out = rms_norm(residual_out) * (weight + weight_bias)``.
 
         Args:
             partial: this rank's share, ``[num_tokens, hidden]``, as ``PartialSum`` or as a tensor.
             residual: same shape and dtype, equal on all ranks; None: nothing is added.
-            weight: ``[hidden]``, any float dtype.
+            weight: ``[hidden]``, any float dtype. weight_bias: 1 for Gemma, whose checkpoints hold ``weight - 1``.
 
         Returns:
-            ``(norm_out, residual_out)``: new tensors of the operand's shape and dtype, rounded once (reference.py).
+            ``(norm_out, residual_out)``: new tensors of the operand's shape and dtype. On a CPU they are rounded once
+            (reference.py); FlashInfer's kernels round the sum, and then the result, to the operand's dtype.
 
         Raises:
             TypeError, ValueError: operands that no path can take, on every rank alike, before any collective.
             PeerLost, FusionError: a peer died, or brought another shape.
         """
         x, site = self._unwrap(partial, "")
-        decision = self._ledger.decide(Op.ADD_RMS_NORM, x, residual, weight, site)
+        decision = self._ledger.decide(Op.ADD_RMS_NORM, x, residual, weight, site, weight_bias)
         if decision.path is Path.FUSED:
-            return self._fused_add_rms_norm(x, residual, weight, eps)
+            return self._fused_add_rms_norm(x, residual, weight, eps, weight_bias)
         if decision.path is Path.EMPTY:
             return _no_rows(x), _no_rows(x)
-        return self._plain.add_rms_norm(x, residual, weight, eps)
+        reduce = self._fused_all_reduce if decision.path is Path.SUMMED else None
+        return self._plain.add_rms_norm(x, residual, weight, eps, weight_bias, reduce=reduce)
 
     def all_reduce(self, partial: PartialSum | Any, site: str = "") -> Any:
         """The sum over ranks as a new tensor of the same shape and dtype (the operand itself on one rank).
@@ -130,20 +134,19 @@ class AllReduceFusion:
             return x
         decision = self._ledger.decide(Op.ALL_REDUCE, x, None, None, site)
         if decision.path is Path.FUSED:
-            rows = x if x.is_contiguous() else x.contiguous()
-            if rows.ndim == 2:
-                return self._backend.all_reduce(rows)
-            return self._backend.all_reduce(rows.reshape([-1, rows.shape[-1]])).reshape(x.shape)
+            return self._fused_all_reduce(x)
         return _no_rows(x) if decision.path is Path.EMPTY else self._plain.all_reduce(x)
 
     def all_gather(self, tensor: Any) -> Any:
-        """All ranks' tensors side by side on the last axis, in rank order. Equal shapes on all ranks.
+        """All ranks' tensors side by side on the last axis, in rank order. Equal shapes on all ranks. Not counted.
 
-        Through shared memory where the group has it (gloo stalls for milliseconds in one call of ten), else Paddle's.
+        Through shared memory where the group has it (gloo stalls for milliseconds in one call of ten) and fusion is on,
+        else Paddle's.
         """
+        self._ledger.check_open()
         if self.world_size == 1:
             return tensor
-        backend = self._workspace.backend if self._workspace is not None else None
+        backend = self._workspace.backend if self._workspace is not None and self.config.enabled else None
         gather = getattr(backend, "all_gather", None)
         if gather is not None and tensor.ndim == 2 and tensor.shape[0] and tensor.dtype == paddle.float32:
             return gather(tensor if tensor.is_contiguous() else tensor.contiguous())
@@ -161,6 +164,7 @@ class AllReduceFusion:
         dtype: str | None = None,
         weight_dtype: str | None = None,
         has_residual: bool = True,
+        has_weight_bias: bool = False,
     ) -> Decision:
         """What a call would do and why, without doing it. Not collective.
 
@@ -168,7 +172,8 @@ class AllReduceFusion:
         """
         self._ledger.check_open()
         dtype = dtype or self.dtype
-        return decide(Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual), self.state, self.config)
+        request = Request(op, tuple(shape), dtype, weight_dtype or dtype, has_residual, has_weight_bias)
+        return decide(request, self.state, self.config)
 
     def status(self) -> str:
         """Whether small batches are fused here, why, and what decided it; as the counters will show. Not collective."""
@@ -220,7 +225,15 @@ class AllReduceFusion:
         assert self._workspace is not None  # FUSED was decided
         return self._workspace.backend
 
-    def _fused_add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    def _fused_all_reduce(self, x: Any) -> Any:
+        rows = x if x.is_contiguous() else x.contiguous()
+        if rows.ndim == 2:
+            return self._backend.all_reduce(rows)
+        return self._backend.all_reduce(rows.reshape([-1, rows.shape[-1]])).reshape(x.shape)
+
+    def _fused_add_rms_norm(
+        self, x: Any, residual: Any, weight: Any, eps: float, weight_bias: float
+    ) -> tuple[Any, Any]:
         if not x.is_contiguous():
             x = x.contiguous()
         if not residual.is_contiguous():
@@ -228,9 +241,9 @@ class AllReduceFusion:
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if x.ndim == 2:
-            return self._backend.add_rms_norm(x, residual, weight, eps)
+            return self._backend.add_rms_norm(x, residual, weight, eps, weight_bias)
         shape, flat = x.shape, [-1, x.shape[-1]]
-        norm, total = self._backend.add_rms_norm(x.reshape(flat), residual.reshape(flat), weight, eps)
+        norm, total = self._backend.add_rms_norm(x.reshape(flat), residual.reshape(flat), weight, eps, weight_bias)
         return norm.reshape(shape), total.reshape(shape)
 
     def _unwrap(self, partial: PartialSum | Any, site: str) -> tuple[Any, str]:

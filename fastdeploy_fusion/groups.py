@@ -75,6 +75,14 @@ class RankGroup:
         dist.all_reduce(total, group=self.paddle_group)
         return total.astype(dtype) if widen else total
 
+    def ordered_sum(self, tensor: Any) -> Any:
+        """As ``all_reduce``, but added in rank order in float32, whatever the shape: an element's bits depend on the
+        ranks' elements alone. Every rank receives all shares. Collective."""
+        first, *others = (share.astype("float32") for share in self.all_gather(tensor))
+        for share in others:
+            first = first + share
+        return first.astype(tensor.dtype)
+
     def all_gather(self, tensor: Any) -> list[Any]:
         """All ranks' tensors in rank order; equal shapes and dtypes. Collective."""
         if self.size == 1:

@@ -1,7 +1,9 @@
 """What one fusion has decided for each kind of call, and how often each site of the model took which path and why."""
 
 import logging
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import paddle
@@ -15,6 +17,7 @@ log = logging.getLogger(__name__)
 _DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
 _DTYPES_ARE_SINGLE = not hasattr(paddle.float32, "value")
 _MAX_KNOWN = 8192
+_UNFUSED = (Path.SUMMED, Path.PLAIN)
 _SETTINGS = (Reason.DISABLED, Reason.ONE_RANK)
 """Plain by the user's own choice: nothing was refused, so nothing is logged."""
 
@@ -35,7 +38,9 @@ class Ledger:
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._calls: dict[Verdict, Counter[str]] = {}
 
-    def decide(self, op: Op, x: Any, residual: Any | None, weight: Any | None, site: str) -> Decision:
+    def decide(
+        self, op: Op, x: Any, residual: Any | None, weight: Any | None, site: str, weight_bias: float = 0.0
+    ) -> Decision:
         """The decision for a call on these operands, counted for ``site``. Equal on all ranks for equal operands.
 
         Raises:
@@ -48,9 +53,10 @@ class Ledger:
             _dtype_code(x),
             None if residual is None else (tuple(residual.shape), _dtype_code(residual)),
             id(weight),
+            weight_bias,
         )
         known = self._known.get(key)
-        if known is None:
+        if known is None or known.weight() is not weight:  # another weight of that id is gone
             known = self._learn(key, op, x, residual, weight, site)
         known.calls[site] += 1
         return known.decision
@@ -81,26 +87,33 @@ class Ledger:
         self.check_open()
         _check_operands(op, x, residual, weight)
         weight_dtype = None if weight is None else _DTYPE_NAMES[weight.dtype]
-        request = Request(op, key[0], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None)
+        request = Request(op, key[0], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None, bool(key[-1]))
         decision = decide(request, self.state, self.config)
         verdict = (op.value, decision.path.value, decision.reason.value)
         if verdict not in self._calls:
             self._calls[verdict] = Counter()
-            if self.logs and decision.path is Path.PLAIN and decision.reason not in _SETTINGS:
-                log.info("first %s on the plain path%s: %s; %s", op.value, f" (at {site})" if site else "",
-                         str(decision).partition(": ")[2], layout(x, residual, weight))  # fmt: skip
+            if self.logs and decision.path in _UNFUSED and decision.reason not in _SETTINGS:
+                where = f" (at {site})" if site else ""
+                why = str(decision).partition(": ")[2]
+                log.info("first %s on the %s path%s: %s; %s",
+                         op.value, decision.path.value, where, why, layout(x, residual, weight))  # fmt: skip
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        known = self._known[key] = _Known(decision, self._calls[verdict], weight)
+        held = _nothing if weight is None else weakref.ref(weight)
+        known = self._known[key] = _Known(decision, self._calls[verdict], held)
         return known
 
 
 class _Known(NamedTuple):
-    """A decision, its counter, and the weight that the key names by ``id``: held, so that no other gets that id."""
+    """A decision, its counter, and a call that gives the weight which the key names by ``id``, while it lives."""
 
     decision: Decision
     calls: Counter[str]
-    weight: Any
+    weight: Callable[[], Any]
+
+
+def _nothing() -> None:
+    """The weight of a call that has none."""
 
 
 def layout(x: Any, residual: Any | None, weight: Any | None) -> str:

@@ -19,7 +19,7 @@ from .config import FusionConfig
 from .deadline import run_within
 from .errors import PeerLost, WorkspaceError
 from .groups import RankGroup
-from .policy import limit_tokens
+from .policy import DEFAULT_NUM_MAX_TOKENS, limit_tokens
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +35,26 @@ class Opened(NamedTuple):
 
 
 def token_limits(
-    config: FusionConfig, plan: WorkspacePlan, sm: int | None = None, view: dict[str, Any] | None = None
+    backend: str,
+    config: FusionConfig,
+    plan: WorkspacePlan,
+    sm: int | None = None,
+    view: dict[str, Any] | None = None,
 ) -> tuple[int, int]:
     """The limits of add_rms_norm and of a sum alone, for the plan's shape. Pure."""
+    default = getattr(module_of(backend), "NUM_MAX_TOKENS", DEFAULT_NUM_MAX_TOKENS)
     measured = tuned.limits_of(view, plan.world_size, plan.hidden_size, plan.dtype)
     case = (config, sm, plan.world_size, plan.hidden_size, plan.dtype)
     norm = measured.get("add_rms_norm")
-    return limit_tokens(*case, norm), limit_tokens(*case, measured.get("all_reduce", norm))
+    return limit_tokens(*case, norm, default), limit_tokens(*case, measured.get("all_reduce", norm), default)
 
 
 class StandDown(Exception):
-    """All ranks agreed not to use the backend; the text is the common reason."""
+    """All ranks agreed not to use the backend; the text is the common reason, ``step`` the one that failed."""
+
+    def __init__(self, reason: str, step: str) -> None:
+        super().__init__(reason)
+        self.step = step
 
 
 def refuse_capture() -> None:
@@ -101,7 +110,7 @@ class _Opening:
             self._fix_limit([fact["tuned"] for fact in facts])
         refusals = self._agree("decide", lambda: [probe.compare(facts) or module.refuse(facts, self.plan)])
         if refusals[0][0] is not None:
-            raise StandDown(refusals[0][0])
+            raise StandDown(refusals[0][0], "decide")
         self._agree("preflight", lambda: [module.preflight(self.plan)])
         self.fork = self.group.fork()
         # Who waits for a peer gives up before the step's limit, so that the one that hangs is the one that is named.
@@ -118,7 +127,7 @@ class _Opening:
         if self.group.rank == 0 and self.config.num_max_tokens is None:
             for note in tuned.notes(views):
                 log.warning(note)
-        limit = max(1, *token_limits(self.config, self.plan, self.sm, self.tuned))
+        limit = max(1, *token_limits(self.name, self.config, self.plan, self.sm, self.tuned))
         self.plan = dataclasses.replace(self.plan, num_max_tokens=limit)
 
     def _create(self, module: BackendModule) -> str:
@@ -151,7 +160,7 @@ class _Opening:
         refusals = [(not is_own, rank, text) for rank, (text, is_own, _) in enumerate(votes) if text is not None]
         if refusals:
             _, rank, text = min(refusals)  # a rank's own failure before what others saw of it
-            raise StandDown(f"{self.group.channel.name_of(rank)}: {text}")
+            raise StandDown(f"{self.group.channel.name_of(rank)}: {text}", step)
         return [outcome for *_, outcome in votes]
 
     def _work(self, step: str, work: Callable[[], Any]) -> Any:
@@ -170,6 +179,7 @@ class _WithFork:
         self._fork = fork
         self.name = backend.name
         self.deterministic = backend.deterministic
+        self.takes_weight_bias = backend.takes_weight_bias
         self.timeout_s = backend.timeout_s
         self.add_rms_norm = backend.add_rms_norm
         self.all_reduce = backend.all_reduce

@@ -57,7 +57,9 @@ class PartialSum:
 
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
     __truediv__ = __rtruediv__ = __neg__ = __getitem__ = __len__ = __iter__ = __bool__ = __float__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __pow__ = __rpow__ = __abs__ = __contains__ = _refuse
     __array__ = __dlpack__ = _refuse
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         """What tensors have and this has not: ``place``, ``reshape``, ``numpy``, ..."""

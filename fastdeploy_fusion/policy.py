@@ -15,10 +15,12 @@ VECTOR_BYTES = 16
 """FlashInfer's kernels move 16-byte vectors, so a row must be a whole number of them."""
 
 DEFAULT_NUM_MAX_TOKENS = 2048
+"""FastDeploy's, SGLang's and vLLM's, for want of a better one."""
+
 MIB = 1 << 20
 LIMIT_BYTES = {
     # (SM, ranks): bytes of one operand up to which one fused kernel is ahead.
-    # SM90, 2 ranks: measured on 2 x H200 against NCCL + one fused add-norm kernel (docs/benchmarks.md).
+    # SM90, 2 ranks: measured on 2 x H200 against NCCL + one fused add-norm kernel (docs/tuning.md).
     (90, 2): 16 * MIB,
     # vLLM's and TensorRT-LLM's tables agree on these (256 and 64 tokens at hidden 4096).
     (90, 4): 2 * MIB,
@@ -39,9 +41,10 @@ class Op(str, Enum):
 
 
 class Path(str, Enum):
-    FUSED = "fused"
-    PLAIN = "plain"
-    EMPTY = "empty"
+    FUSED = "fused"  # one call of the backend
+    SUMMED = "summed"  # the sum by the backend, the norm on its own: what only the norm stands in the way of
+    PLAIN = "plain"  # Paddle's collective, then the norm
+    EMPTY = "empty"  # no rows, no collective
 
 
 class Reason(str, Enum):
@@ -59,18 +62,20 @@ class Reason(str, Enum):
     ALIGNMENT = "row is not a multiple of 16 bytes"
     TOKEN_LIMIT = "over the token limit"
     NO_RESIDUAL = "no residual"
+    WEIGHT_BIAS = "norm weight bias, and the backend has none"
     NOT_DETERMINISTIC = "deterministic mode, and the backend is not"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call. ``shape``: the operand's, rows last; ``weight_dtype`` and ``has_residual`` matter to the norm only."""
+    """One call. ``shape``: the operand's, rows last; what follows ``dtype`` matters to the norm only."""
 
     op: Op
     shape: tuple[int, ...]
     dtype: str
     weight_dtype: str | None = None
     has_residual: bool = True
+    has_weight_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,10 @@ class GroupState:
     all_reduce_max_tokens: int | None = None  # where a sum without a norm has a limit of its own
     dtypes: tuple[str, ...] = DTYPES
     deterministic: bool = False
+    takes_weight_bias: bool = True
 
     def limit(self, op: Op) -> int:
-        """More tokens than this take the plain path."""
+        """More tokens than this are not fused."""
         own = self.all_reduce_max_tokens if op is Op.ALL_REDUCE else None
         return self.num_max_tokens if own is None else own
 
@@ -109,10 +115,17 @@ def decide(request: Request, state: GroupState, config: FusionConfig) -> Decisio
         num_tokens *= size
     if num_tokens == 0:
         return Decision(Path.EMPTY, Reason.NO_TOKENS)
-    refusal = _refuse_group(state, config) or _refuse_call(request, state, num_tokens)
+    refusal = _refuse_group(state, config) or _refuse_sum(request, state)
     if refusal is not None:
         return Decision(Path.PLAIN, *refusal)
-    return Decision(Path.FUSED, Reason.FITS, state.backend)
+    if request.op is Op.ADD_RMS_NORM:
+        refusal = _refuse_norm(request, state)
+    if refusal is None and num_tokens > state.limit(request.op):
+        refusal = Reason.TOKEN_LIMIT, f"{num_tokens} > {state.limit(request.op)}"
+    if refusal is None:
+        return Decision(Path.FUSED, Reason.FITS, state.backend)
+    sums = request.op is Op.ADD_RMS_NORM and num_tokens <= state.limit(Op.ALL_REDUCE)
+    return Decision(Path.SUMMED if sums else Path.PLAIN, *refusal)
 
 
 def _refuse_group(state: GroupState, config: FusionConfig) -> tuple[Reason, str] | None:
@@ -127,7 +140,8 @@ def _refuse_group(state: GroupState, config: FusionConfig) -> tuple[Reason, str]
     return None
 
 
-def _refuse_call(request: Request, state: GroupState, num_tokens: int) -> tuple[Reason, str] | None:
+def _refuse_sum(request: Request, state: GroupState) -> tuple[Reason, str] | None:
+    """Why the backend can't even add the operands up."""
     if len(request.shape) < 2:
         return Reason.NOT_2D, f"shape {list(request.shape)}"
     if request.dtype not in state.dtypes:
@@ -138,27 +152,32 @@ def _refuse_call(request: Request, state: GroupState, num_tokens: int) -> tuple[
     row_bytes = hidden_size * ITEMSIZE[request.dtype]
     if row_bytes % VECTOR_BYTES:
         return Reason.ALIGNMENT, f"{hidden_size} x {request.dtype} = {row_bytes} bytes"
-    if num_tokens > state.limit(request.op):
-        return Reason.TOKEN_LIMIT, f"{num_tokens} > {state.limit(request.op)}"
-    if request.op is Op.ADD_RMS_NORM:
-        return _refuse_norm(request)
     return None
 
 
-def _refuse_norm(request: Request) -> tuple[Reason, str] | None:
+def _refuse_norm(request: Request, state: GroupState) -> tuple[Reason, str] | None:
+    """Why the backend can't add the residual and normalise in the same call."""
     if not request.has_residual:
         return Reason.NO_RESIDUAL, ""
     if request.weight_dtype != request.dtype:
         # Other systems read the fp32 weight as 16-bit values here, without an error.
         return Reason.WEIGHT_DTYPE, f"{request.weight_dtype} and {request.dtype}"
+    if request.has_weight_bias and not state.takes_weight_bias:
+        return Reason.WEIGHT_BIAS, state.backend
     return None
 
 
 def limit_tokens(
-    config: FusionConfig, sm: int | None, world_size: int, hidden_size: int, dtype: str, tuned: int | None = None
+    config: FusionConfig,
+    sm: int | None,
+    world_size: int,
+    hidden_size: int,
+    dtype: str,
+    tuned: int | None = None,
+    default: int = DEFAULT_NUM_MAX_TOKENS,
 ) -> int:
     """The token limit of a group: the user's, else the ``tuned`` one that was measured for this very case (0: the fused
-    path never pays), else the built-in table's for the GPU (``sm``), else 2048.
+    path never pays), else the built-in table's for the GPU (``sm``), else the backend's ``default``.
 
     Args:
         sm: compute capability as 90 or 100; None on a CPU.
@@ -169,5 +188,5 @@ def limit_tokens(
         return tuned
     limit_bytes = LIMIT_BYTES.get((sm, world_size)) if sm is not None else None
     if limit_bytes is None:
-        return DEFAULT_NUM_MAX_TOKENS
+        return default
     return max(1, limit_bytes // (hidden_size * ITEMSIZE[dtype]))

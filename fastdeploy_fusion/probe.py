@@ -1,5 +1,6 @@
 """Facts of this rank for start-up, gathered and compared before anything is allocated. Nothing here raises."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -20,7 +21,8 @@ def device() -> str:
 
 def settings(config: FusionConfig, plan: WorkspacePlan) -> dict[str, Any]:
     """What all ranks of a group must hold alike."""
-    return {**config.to_dict(), "hidden_size": plan.hidden_size, "dtype": plan.dtype}
+    held_alike = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.compare}
+    return {**held_alike, "hidden_size": plan.hidden_size, "dtype": plan.dtype}
 
 
 def device_name(device: str, facts: dict[str, Any]) -> str:
@@ -55,7 +57,7 @@ def rank_facts(backend: str, config: FusionConfig, plan: WorkspacePlan) -> dict[
     try:
         facts["tuned"] = tuned.rank_view(tuning_conditions(backend, facts))
     except Exception as error:
-        facts["tuned"] = tuned.no_view(f"this machine can't be told: {type(error).__name__}: {error}")
+        facts["tuned"] = tuned.no_view(f"this machine can't be identified: {type(error).__name__}: {error}")
     return facts
 
 

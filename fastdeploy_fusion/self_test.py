@@ -26,9 +26,10 @@ def run(backend: Backend, rank: int, plan: WorkspacePlan) -> None:
         shape = (num_tokens, plan.hidden_size)
         partials = [_random(shape, 1 + other, plan.dtype) for other in range(plan.world_size)]
         residual, weight = _random(shape, 101, plan.dtype), _random(shape[1:], 102, plan.dtype)
-        norm, total = reference.add_rms_norm(partials, residual, weight, _EPS)
+        bias = 1.0 if backend.takes_weight_bias else 0.0
+        norm, total = reference.add_rms_norm(partials, residual, weight, _EPS, bias)
         x, r, w = (from_numpy(array, plan.dtype) for array in (partials[rank], residual, weight))
-        norm_out, residual_out = backend.add_rms_norm(x, r, w, _EPS)
+        norm_out, residual_out = backend.add_rms_norm(x, r, w, _EPS, bias)
         _check("add_rms_norm's residual", residual_out, total, plan)
         _check("add_rms_norm's norm", norm_out, norm, plan)
         summed = np.sum(np.stack(partials).astype(np.float64), axis=0)

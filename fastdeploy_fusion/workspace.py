@@ -1,8 +1,8 @@
 """The life of a workspace: opened once at start-up, shared by all users of its ranks, frozen, closed by the last.
 
-One exact list of ranks has one workspace for each class of dtypes (16-bit and 32-bit: FlashInfer lays its buffers out
-for one of them), however many groups have that list. Before ``freeze`` it grows to what its users need together;
-afterwards graphs hold its addresses, and a user that needs more gets the plain path.
+One exact list of ranks has one workspace for each backend and class of dtypes (16-bit and 32-bit: FlashInfer lays its
+buffers out for one of them), however many groups have that list. Before ``freeze`` it grows to what its users need
+together; afterwards graphs hold its addresses, and a user that needs more gets the plain path.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from .policy import GroupState
 
 log = logging.getLogger(__name__)
 
-Key = tuple[tuple[int, ...], bool]
+Key = tuple[tuple[int, ...], str, bool]
 _open_workspaces: dict[Key, "Workspace"] = {}
 
 
@@ -29,13 +29,17 @@ class Workspace:
 
     key: Key
     plan: WorkspacePlan
-    backend_name: str
-    unavailable: str | None
+    unavailable: str | None = None
     backend: Backend | None = None
     users: int = 0
     frozen: bool = False
+    too_large: bool = False  # it is unavailable because some rank had no room for `plan`
     sm: int | None = None
     tuned: dict[str, Any] | None = None
+
+    @property
+    def backend_name(self) -> str:
+        return self.key[1]
 
     def state_for(
         self, plan: WorkspacePlan, limits: tuple[int, int] | None = None, refusal: str | None = None
@@ -54,6 +58,7 @@ class Workspace:
             all_reduce_max_tokens=limits[1] if limits else None,
             dtypes=DTYPES if self.backend_name in ("shm", "plain") else (self.plan.dtype,),
             deterministic=self.backend is not None and self.backend.deterministic,
+            takes_weight_bias=self.backend is not None and self.backend.takes_weight_bias,
         )
 
     def _too_small(self, plan: WorkspacePlan) -> str:
@@ -84,24 +89,24 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
         WorkspaceError: a graph is being captured.
         PeerLost: a rank died or hung beyond rescue.
     """
-    key = (group.ranks, dtype == "float32")
-    plan, _ = _plan_for(WorkspacePlan(group.size, hidden_size, dtype, 1), config, _open_workspaces.get(key))
+    key = (group.ranks, resolve(config.backend, probe.device()), dtype == "float32")
+    plan, _ = _plan_for(key, WorkspacePlan(group.size, hidden_size, dtype, 1), config, _open_workspaces.get(key))
     if not config.enabled or group.size == 1 or config.backend == "plain":
         reason = "the plain backend was asked for" if config.enabled else "fusion was off at start-up"
-        workspace = Workspace(((), False), plan, "plain", reason, users=1)
+        workspace = Workspace(((), "plain", False), plan, reason, users=1)
         return workspace, workspace.state_for(plan)
     opening.refuse_capture()
     workspace, refusal = _shared(group, config, plan, key)
     workspace.users += 1
     # Limits need the GPU and the measured table, which start-up has gathered by now.
-    return workspace, workspace.state_for(*_plan_for(plan, config, workspace), refusal)
+    return workspace, workspace.state_for(*_plan_for(key, plan, config, workspace), refusal)
 
 
 def _plan_for(
-    plan: WorkspacePlan, config: FusionConfig, workspace: Workspace | None
+    key: Key, plan: WorkspacePlan, config: FusionConfig, workspace: Workspace | None
 ) -> tuple[WorkspacePlan, tuple[int, int]]:
     """The plan with the larger of its token limits, and both limits; as far as the workspace knows what they need."""
-    limits = opening.token_limits(config, plan, *((workspace.sm, workspace.tuned) if workspace else ()))
+    limits = opening.token_limits(key[1], config, plan, *((workspace.sm, workspace.tuned) if workspace else ()))
     return dataclasses.replace(plan, num_max_tokens=max(1, *limits)), limits
 
 
@@ -109,13 +114,17 @@ def _shared(group: RankGroup, config: FusionConfig, plan: WorkspacePlan, key: Ke
     """The workspace of these ranks, and why it could not be grown for this user if so."""
     workspace = _open_workspaces.get(key)
     if workspace is None:
-        workspace = Workspace(key, plan, resolve(config.backend, probe.device()), None)
+        workspace = Workspace(key, plan)
         workspace.unavailable = _fill(workspace, group, config, plan)
         _open_workspaces[key] = workspace  # not before: an opening that raised is no verdict
         return workspace, None
     # Nothing is voted on when the workspace is there, so what was compared then is compared now.
-    group.check_equal(probe.settings(config, plan), "opening a shared workspace")
-    if workspace.plan.covers(plan) or workspace.frozen or workspace.unavailable is not None:
+    group.check_equal({**probe.settings(config, plan), "frozen": workspace.frozen}, "opening a shared workspace")
+    if workspace.unavailable is not None:
+        if workspace.too_large and not plan.covers(workspace.plan):  # there may be room for a smaller one
+            workspace.plan, workspace.unavailable = plan, _fill(workspace, group, config, plan)
+        return workspace, None
+    if workspace.plan.covers(plan) or workspace.frozen:
         return workspace, None
     # The old backend serves until the new one is there; its users look it up at each call.
     old = workspace.backend
@@ -133,6 +142,7 @@ def _fill(workspace: Workspace, group: RankGroup, config: FusionConfig, plan: Wo
         opened = opening.open_backend(group, config, name, plan, is_regrown=workspace.tuned is not None)
     except StandDown as stand_down:
         reason = f"{name}: {stand_down}"
+        workspace.too_large = stand_down.step == "preflight"
         log.warning("%s: no fused all-reduce for ranks %s, %s", rank, list(group.ranks), reason)
         return reason
     workspace.plan, workspace.sm, workspace.tuned = opened.plan, opened.sm, opened.tuned

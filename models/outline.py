@@ -80,7 +80,9 @@ class _PretendFusion(AllReduceFusion):
         super().__init__(group, config)
         self._recorder = recorder
 
-    def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    def add_rms_norm(
+        self, partial: Any, residual: Any, weight: Any, eps: float, weight_bias: float = 0.0
+    ) -> tuple[Any, Any]:
         rows, site = self._unwrap(partial, "")
         self._recorder.reduced(Op.ADD_RMS_NORM, site, self.group.ranks)
         return rows, rows

@@ -39,7 +39,7 @@ class FakeTp:
     def all_gather(self, tensor):
         return paddle.concat([tensor] * self.world_size, axis=-1)
 
-    def add_rms_norm(self, partial, residual, weight, eps):
+    def add_rms_norm(self, partial, residual, weight, eps, weight_bias=0.0):
         self.normed.append((partial.take(), residual))
         return self.normed[-1]
 

@@ -1,7 +1,7 @@
 """Fused backends: one Protocol for the live object, one for the module that makes it, and the table of both.
 
 A backend is asked in the order probe (each rank for itself), refuse (pure, on all ranks' facts), preflight, create.
-The workspace manager votes after each of them, so that all ranks of a group go on or stand down together.
+opening.py votes after each of them, so that all ranks of a group go on or stand down together.
 """
 
 import dataclasses
@@ -55,10 +55,15 @@ class Backend(Protocol):
     deterministic: bool
     """Adds in one fixed order whatever the batch."""
 
+    takes_weight_bias: bool
+    """Whether ``add_rms_norm`` can add something to the weight."""
+
     timeout_s: float
     """Longest wait for a peer in a call, where the backend can bound it; at first the creating group's."""
 
-    def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    def add_rms_norm(
+        self, partial: Any, residual: Any, weight: Any, eps: float, weight_bias: float = 0.0
+    ) -> tuple[Any, Any]:
         """``(norm_out, residual_out)`` as reference.py defines them."""
         ...
 
@@ -72,8 +77,9 @@ class Backend(Protocol):
 
 
 class BackendModule(Protocol):
-    """What a backend's module exposes. ``OPEN_TIMEOUT_S`` may be there too: seconds that a start-up step needs when the
-    environment does not say (kernels that are compiled on first use take minutes)."""
+    """What a backend's module exposes. Two constants may be there too: ``OPEN_TIMEOUT_S``, seconds that a start-up step
+    needs when the environment does not say (kernels that are compiled on first use take minutes), and
+    ``NUM_MAX_TOKENS``, up to how many tokens it is ahead where nobody has measured."""
 
     def probe(self, device: str) -> dict[str, Any]:
         """Facts of this rank, JSON-able; never raises. ``"refusal"``: None, or why this rank can't take part.

@@ -25,6 +25,9 @@ from .shm_segment import TOKEN_BYTES, Segment, segment_bytes, start_time_of
 T = TypeVar("T")
 CHUNK_BYTES = 128 << 10
 """One rank's rows of one chunk: with residual and result they stay in a core's second-level cache."""
+NUM_MAX_TOKENS = 1 << 20
+"""No limit in practice: it was ahead of gloo at every count that was measured, up to 16384 (docs/tuning.md)."""
+
 _OPS = {1: "add_rms_norm", 2: "all_reduce", 3: "all_gather"}
 _ADD_RMS_NORM, _ALL_REDUCE, _ALL_GATHER = _OPS
 
@@ -136,6 +139,7 @@ class ShmBackend:
 
     name = "shm"
     deterministic = True
+    takes_weight_bias = True
 
     def __init__(self, segment: Segment, plan: WorkspacePlan, group: RankGroup) -> None:
         self._segment: Segment | None = segment
@@ -146,7 +150,7 @@ class ShmBackend:
         self._chunk_size = _chunk_bytes(plan) // 4
         self._views = HostViews()
         self._broken: str | None = None
-        self._cores = cores.claim()
+        cores.claim()
 
     @property
     def timeout_s(self) -> float:
@@ -158,10 +162,12 @@ class ShmBackend:
             self._segment.timeout_s = seconds
 
     @_in_step
-    def add_rms_norm(self, partial: Any, residual: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    def add_rms_norm(
+        self, partial: Any, residual: Any, weight: Any, eps: float, weight_bias: float = 0.0
+    ) -> tuple[Any, Any]:
         if partial.dtype != paddle.float32:
             x, r, w = (operand.astype("float32") for operand in (partial, residual, weight))
-            norm, total = self.add_rms_norm(x, r, w, eps)
+            norm, total = self.add_rms_norm(x, r, w, eps, weight_bias)
             return norm.astype(partial.dtype), total.astype(partial.dtype)
         num_tokens, hidden_size = partial.shape
         residual_out, norm_out = outputs.empty(num_tokens, hidden_size), outputs.empty(num_tokens, hidden_size)
@@ -169,6 +175,8 @@ class ShmBackend:
         x, sums = views(partial, num_tokens, hidden_size), views(residual_out, num_tokens, hidden_size)
         residual_rows, norms = views(residual, num_tokens, hidden_size), views(norm_out, num_tokens, hidden_size)
         scales = views(weight, 1, hidden_size)
+        if weight_bias:
+            scales = scales + np.float32(weight_bias)
         call = _sign(_ADD_RMS_NORM, num_tokens, hidden_size)
         for start in range(0, num_tokens, self._chunk_rows):
             rows = slice(start, start + self._chunk_rows)
@@ -239,4 +247,4 @@ class ShmBackend:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-            cores.give_back(self._cores)
+            cores.give_back()

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import policy
+from ..backends import WorkspacePlan
 from ..config import FusionConfig
+from ..opening import token_limits
 from ..tuned import Entry
 from ..tuning import regret
 
@@ -16,9 +18,8 @@ _COLOURS = {"fused": "#1f77b4", "pure": "#2ca02c", "plain": "#d62728"}
 def limits(entry: Entry) -> dict[str, int]:
     """The limits to hold against each other: one number for all, the built-in table's, the measured one."""
     sm = re.search(r"SM(\d+)$", entry.device)
-    built_in = policy.limit_tokens(
-        FusionConfig(enabled=True), int(sm[1]) if sm else None, entry.world_size, entry.hidden_size, entry.dtype
-    )
+    plan = WorkspacePlan(entry.world_size, entry.hidden_size, entry.dtype, 1)
+    built_in, _ = token_limits(entry.backend, FusionConfig(enabled=True), plan, int(sm[1]) if sm else None)
     return {"flat": policy.DEFAULT_NUM_MAX_TOKENS, "built-in": built_in, "tuned": entry.limit}
 
 

@@ -37,9 +37,16 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
+_SETTINGS = (
+    "enable_flashinfer_allreduce_fusion",
+    "flashinfer_allreduce_fusion_max_tokens",
+    "flashinfer_allreduce_fusion_backend",
+)
 Key = tuple[tuple[int, ...], int, str, FusionConfig]
 
 _managers: dict[Key, FlashInferWorkspaceManager] = {}
+_found: dict[tuple[Any, ...], FlashInferWorkspaceManager] = {}
+"""By the raw settings of a call: making and hashing a ``FusionConfig`` would cost 20 us each time."""
 _captured_without: set[Key] = set()
 
 
@@ -52,10 +59,10 @@ def fusion_config(fd_config: Any, max_token_num: int | None = None) -> FusionCon
     """The settings in FastDeploy's configuration: ``parallel_config.enable_flashinfer_allreduce_fusion`` and, where
     they are there, ``flashinfer_allreduce_fusion_max_tokens`` and ``flashinfer_allreduce_fusion_backend``."""
     parallel = fd_config.parallel_config
-    limit = getattr(parallel, "flashinfer_allreduce_fusion_max_tokens", None)
+    enabled, limit, backend = (getattr(parallel, name, None) for name in _SETTINGS)
     return FusionConfig(
-        enabled=bool(getattr(parallel, "enable_flashinfer_allreduce_fusion", False)),
-        backend=getattr(parallel, "flashinfer_allreduce_fusion_backend", None) or "auto",
+        enabled=bool(enabled),
+        backend=backend or "auto",
         num_max_tokens=max_token_num if max_token_num is not None else limit,
         deterministic=_is_batch_invariant(),
     )
@@ -72,8 +79,21 @@ def manager_for(
 ) -> FlashInferWorkspaceManager:
     """The open manager for the configuration's group and this shape, opened on first use. Collective then."""
     parallel = fd_config.parallel_config
-    config = fusion_config(fd_config, max_token_num)
     size, group = parallel.tensor_parallel_size, getattr(parallel, "tp_group", None)
+    settings = [getattr(parallel, name, None) for name in _SETTINGS]
+    raw = (*settings, size, group, hidden_size, dtype, max_token_num, _is_batch_invariant())
+    manager = _found.get(raw)
+    if manager is None or not manager.is_open:
+        manager = _find(fd_config, size, group, hidden_size, dtype, max_token_num)
+        if manager.is_open:
+            _found[raw] = manager
+    return manager
+
+
+def _find(
+    fd_config: Any, size: int, group: Any, hidden_size: int, dtype: str, max_token_num: int | None
+) -> FlashInferWorkspaceManager:
+    config = fusion_config(fd_config, max_token_num)
     members = tuple(sorted(group.ranks)) if size > 1 and group is not None else tuple(range(size))
     key = (members, hidden_size, dtype, config)
     manager = _managers.get(key)
@@ -145,13 +165,23 @@ def flashinfer_allreduce_residual_rmsnorm(
         weight: ``[hidden]``. max_token_num: None: the configuration's limit, else measured ones.
         use_oneshot, trigger_completion_at_end, fp32_acc: accepted for FastDeploy's sake and not used: the backend knows
             what is fast and safe.
+
+    Raises:
+        ValueError: the configuration has sequence-parallel MoE: ranks hold different tokens, and nothing may be summed.
     """
+    parallel = fd_config.parallel_config
+    if getattr(parallel, "use_sequence_parallel_moe", False) and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            "parallel_config.use_sequence_parallel_moe is set: each rank holds its own tokens, already complete, and a "
+            "sum over tp_group would mix different tokens; normalise without reducing, or switch it off"
+        )
     manager = manager_for(fd_config, input_tensor.shape[-1], DTYPE_NAMES[input_tensor.dtype], max_token_num)
     return manager.opened.add_rms_norm(input_tensor, residual, weight, eps)
 
 
 def cleanup_flashinfer_workspace() -> None:
     """Give all workspaces back: call it when the engine stops. Idempotent; later calls open them again."""
+    _found.clear()
     while _managers:
         _managers.popitem()[1].cleanup()
 

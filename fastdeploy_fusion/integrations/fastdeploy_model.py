@@ -144,7 +144,7 @@ def _can_fuse(norm: Any, x: PartialSum) -> bool:
     dtype, weight_dtype = _DTYPE_NAMES.get(x.dtype), _DTYPE_NAMES.get(norm.weight.dtype)
     if dtype is None:
         return False
-    return x.fusion.explain(x.shape, dtype=dtype, weight_dtype=weight_dtype).path is not Path.PLAIN
+    return x.fusion.explain(x.shape, dtype=dtype, weight_dtype=weight_dtype).path in (Path.FUSED, Path.EMPTY)
 
 
 def repair_weight_keys(model: Any) -> dict[str, str]:

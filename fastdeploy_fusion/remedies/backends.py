@@ -102,9 +102,4 @@ FLASHINFER = (
         "The installed apache-tvm-ffi lays tensors out in an unknown way; views are crossed by DLPack instead.",
         "Nothing; it costs host time.",
     ),
-    Remedy(
-        r"has no such argument",
-        "The installed FlashInfer can't do Gemma's `1 + weight`.",
-        "Add 1 to the weight.",
-    ),
 )

@@ -21,7 +21,7 @@ DECISIONS: dict[Reason, tuple[str, str]] = {
     Reason.DTYPE: ("The backend has no kernel for this dtype.", "Use float32, bfloat16 or float16 activations."),
     Reason.WEIGHT_DTYPE: (
         "The kernel reads the norm's weight in the activations' dtype; another one would be misread silently.",
-        "Load the norm's weight in the activations' dtype, or accept the plain path for these norms.",
+        "Load the norm's weight in the activations' dtype, or nothing: the sum still goes through the workspace.",
     ),
     Reason.HIDDEN_SIZE: (
         "The workspace was opened for rows of another length.",
@@ -38,10 +38,15 @@ DECISIONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.NO_RESIDUAL: (
         "The fused kernel adds a residual, and this call has none.",
-        "Give the residual, or nothing: the plain path serves this call.",
+        "Give the residual, or nothing: the sum still goes through the workspace.",
+    ),
+    Reason.WEIGHT_BIAS: (
+        "The norm multiplies by `weight + weight_bias` (Gemma), which this FlashInfer's kernel does not do.",
+        "Install FlashInfer 0.6.12 or later, or nothing: the sum still goes through the workspace.",
     ),
     Reason.NOT_DETERMINISTIC: (
-        "`deterministic=True`, and the backend's order of addition depends on the batch.",
+        "`deterministic=True`, and the backend's order of addition depends on the batch. The plain path serves, with "
+        "shares gathered and added in rank order.",
         "Use `shm` (CPU), or drop the setting.",
     ),
 }

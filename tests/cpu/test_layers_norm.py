@@ -29,6 +29,15 @@ def test_norm_and_residual_are_right_whatever_the_dtypes(dtype, weight_dtype, nu
     np.testing.assert_allclose(array(out), expected(total, array(norm.weight)), rtol=TOLERANCE[dtype], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gemmas_weights_are_stored_less_one(dtype):
+    norm = RMSNorm(24, EPS, prefix="n", dtype=dtype, weight_bias=1.0)
+    fill(norm)
+    x = tensor(draw(3, 24), dtype)
+    want = expected(array(x).astype(np.float32), array(norm.weight).astype(np.float64) + 1)
+    np.testing.assert_allclose(array(norm(x)[0]), want, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
 def test_without_a_residual_the_input_is_handed_on():
     norm = RMSNorm(8, EPS, prefix="n")
     fill(norm)

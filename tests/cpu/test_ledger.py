@@ -1,6 +1,7 @@
 """Counting by site, and the one log line for each kind of refusal."""
 
 import logging
+import weakref
 
 import paddle
 import pytest
@@ -74,6 +75,20 @@ def test_a_known_call_formats_no_text(monkeypatch):
     for _ in range(3):
         call(ledger, 9, "x")
     assert ledger.site_counters()["x", "add_rms_norm", "plain", "over the token limit"] == 3
+
+
+def test_a_weight_is_not_kept_alive_and_its_id_tells_nothing_afterwards():
+    ledger = Ledger(READY, ON, logs=False)
+    x, seen = paddle.ones([1, 16]), set()
+    for step in range(200):
+        weight = paddle.ones([16]).astype("float32" if step % 2 else "bfloat16")
+        path = ledger.decide(Op.ADD_RMS_NORM, x, x, weight, "").path
+        assert path is (Path.FUSED if step % 2 else Path.SUMMED)
+        seen.add(id(weight))
+        gone = weakref.ref(weight)
+        del weight
+        assert gone() is None
+    assert len(seen) < 200  # ids did come back
 
 
 def test_closed_keeps_its_counts():

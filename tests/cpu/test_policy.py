@@ -42,14 +42,27 @@ REFUSALS = [
     (change(NORM, shape=(9, 64)), READY, ON, Reason.TOKEN_LIMIT),
     (change(NORM, shape=(3, 3, 64)), READY, ON, Reason.TOKEN_LIMIT),
     (change(NORM, has_residual=False), READY, ON, Reason.NO_RESIDUAL),
+    (change(NORM, has_weight_bias=True), change(READY, takes_weight_bias=False), ON, Reason.WEIGHT_BIAS),
     (NORM, change(READY, deterministic=False), change(ON, deterministic=True), Reason.NOT_DETERMINISTIC),
 ]
+OF_THE_NORM = (Reason.WEIGHT_DTYPE, Reason.NO_RESIDUAL, Reason.WEIGHT_BIAS)
 
 
 @pytest.mark.parametrize(("request_", "state", "config", "reason"), REFUSALS, ids=[r[3].name for r in REFUSALS])
 def test_each_refusal_has_its_reason(request_, state, config, reason):
     decision = decide(request_, state, config)
-    assert (decision.path, decision.reason) == (Path.PLAIN, reason)
+    path = Path.SUMMED if reason in OF_THE_NORM else Path.PLAIN
+    assert (decision.path, decision.reason) == (path, reason)
+
+
+def test_the_sum_goes_through_the_workspace_as_far_as_sums_alone_pay():
+    more_sums, fewer_sums = change(READY, all_reduce_max_tokens=20), change(READY, all_reduce_max_tokens=4)
+    assert decide(change(NORM, shape=(9, 64)), more_sums, ON).path is Path.SUMMED
+    assert decide(change(NORM, shape=(21, 64)), more_sums, ON).path is Path.PLAIN
+    assert decide(change(NORM, shape=(8, 64)), fewer_sums, ON).path is Path.FUSED
+    no_residual = change(NORM, has_residual=False)
+    assert decide(change(no_residual, shape=(4, 64)), fewer_sums, ON).path is Path.SUMMED
+    assert decide(change(no_residual, shape=(5, 64)), fewer_sums, ON) == Decision(Path.PLAIN, Reason.NO_RESIDUAL)
 
 
 def test_every_reason_is_reached():

@@ -129,13 +129,13 @@ class TestLimits:
 
     def test_each_pattern_has_its_own(self):
         view = self.view(("add_rms_norm", 3500), ("all_reduce", 3000))
-        assert token_limits(ON, PLAN, 90, view) == (3500, 3000)
-        assert token_limits(ON, PLAN, 90, self.view(("add_rms_norm", 3500))) == (3500, 3500)
+        assert token_limits("trtllm", ON, PLAN, 90, view) == (3500, 3000)
+        assert token_limits("trtllm", ON, PLAN, 90, self.view(("add_rms_norm", 3500))) == (3500, 3500)
 
     @pytest.mark.parametrize("changed", [{"world_size": 4}, {"hidden_size": 5120}, {"dtype": "float16"}])
     def test_another_case_is_not_guessed(self, changed):
         plan = replace(PLAN, **changed)
-        assert token_limits(ON, plan, None, self.view(("add_rms_norm", 3500))) == (2048, 2048)
+        assert token_limits("trtllm", ON, plan, None, self.view(("add_rms_norm", 3500))) == (2048, 2048)
 
     def test_decide_takes_the_limit_of_the_pattern(self):
         state = GroupState(2, None, "shm", 4096, 100, all_reduce_max_tokens=10)

@@ -32,7 +32,7 @@ class Fusion:
     def __init__(self, made):
         self.made = made
 
-    def add_rms_norm(self, partial, residual, weight, eps):
+    def add_rms_norm(self, partial, residual, weight, eps, weight_bias=0.0):
         self.made.append(("fused", None))
 
     def all_reduce(self, partial):

@@ -1,6 +1,7 @@
 """What each rank does in the multi-process tests of the core. Values of 10^rank name in a sum who was added."""
 
 import contextlib
+import dataclasses
 import logging
 from typing import Any
 
@@ -19,16 +20,25 @@ def random(shape: tuple[int, ...], *seed: int, dtype: str = "float32") -> Any:
 
 
 def worst_error(
-    fusion: AllReduceFusion, num_ranks: int, num_tokens: int, hidden: int, dtype: str, weight_dtype: str
+    fusion: AllReduceFusion,
+    num_ranks: int,
+    num_tokens: int,
+    hidden: int,
+    dtype: str,
+    weight_dtype: str,
+    has_residual: bool,
+    weight_bias: float,
 ) -> float:
     """Relative to the largest value, over both outputs and the pure sum."""
     shape = (num_tokens, hidden)
     shares = [random(shape, rank, num_tokens, dtype=dtype) for rank in range(num_ranks)]
-    residual, weight = random(shape, 100, dtype=dtype), random((hidden,), 101, dtype=weight_dtype)
-    norm, total = fusion.add_rms_norm(fusion.partial(shares[fusion.rank]), residual, weight, EPS)
+    residual = random(shape, 100, dtype=dtype) if has_residual else None
+    weight = random((hidden,), 101, dtype=weight_dtype)
+    norm, total = fusion.add_rms_norm(fusion.partial(shares[fusion.rank]), residual, weight, EPS, weight_bias)
     summed = fusion.all_reduce(shares[fusion.rank])
     arrays = [to_float64(share) for share in shares]
-    want_norm, want_total = reference.add_rms_norm(arrays, to_float64(residual), to_float64(weight), EPS)
+    left = None if residual is None else to_float64(residual)
+    want_norm, want_total = reference.add_rms_norm(arrays, left, to_float64(weight), EPS, weight_bias)
     pairs = [(norm, want_norm), (total, want_total), (summed, np.sum(arrays, axis=0))]
     assert all(got.dtype == shares[0].dtype for got, _ in pairs)
     return max(float(np.abs(to_float64(got) - want).max() / np.abs(want).max()) for got, want in pairs)
@@ -42,11 +52,12 @@ def parity(rank: int, num_ranks: int, hidden: int, backend: str, limit: int | No
     counters: dict[str, int] = {}
     for dtype in ("float32", "bfloat16", "float16"):
         config = FusionConfig(enabled=True, backend=backend, num_max_tokens=limit)
+        cases = [(dtype, True, 0.0), ("float32", True, 0.0), (dtype, False, 0.0), (dtype, True, 1.0)]
         with AllReduceFusion.open(config, hidden_size=hidden, dtype=dtype) as fusion:
-            for weight_dtype in sorted({dtype, "float32"}):
+            for case in sorted(set(cases)):
                 for num_tokens in token_counts:
-                    key = f"{dtype}/{weight_dtype}/{num_tokens}"
-                    errors[key] = worst_error(fusion, num_ranks, num_tokens, hidden, dtype, weight_dtype)
+                    key = f"{dtype}/{case}/{num_tokens}"
+                    errors[key] = worst_error(fusion, num_ranks, num_tokens, hidden, dtype, *case)
             for (_, path, reason), count in fusion.counters.items():
                 counters[f"{path}: {reason}"] = counters.get(f"{path}: {reason}", 0) + count
     return {"errors": errors, "counters": counters}
@@ -89,17 +100,23 @@ def special_values(rank: int, num_ranks: int) -> list[list[str]]:
     return seen
 
 
-def same_row_in_any_batch(rank: int, num_ranks: int) -> bool:
-    """The bits of a row do not depend on the batch it comes in."""
-    with AllReduceFusion.open(FusionConfig(enabled=True, deterministic=True), hidden_size=4096) as fusion:
-        x, residual, weight = random((17, 4096), rank), random((17, 4096), 50), random((4096,), 51)
-        whole = [t.numpy() for t in fusion.add_rms_norm(x, residual, weight, EPS)]
-        for start, stop in ((0, 1), (1, 4), (4, 11), (11, 17)):
-            part = fusion.add_rms_norm(x[start:stop], residual[start:stop], weight, EPS)
-            for got, want in zip(part, whole, strict=True):
-                assert (got.numpy() == want[start:stop]).all()
-        assert {path for _, path, _ in fusion.counters} == {"fused"}
-    return True
+def row_bits(rank: int, num_ranks: int, deterministic: bool, dtype: str) -> dict[str, Any]:
+    """How many values of a row change with the batch that it comes in, over every path; and the paths."""
+    config = FusionConfig(enabled=True, deterministic=deterministic, num_max_tokens=8)
+    changed, paths = 0, set()
+    x, residual, weight = (random(s, n, dtype=dtype) for s, n in (((17, 4096), rank), ((17, 4096), 50), ((4096,), 51)))
+    for backend in ("shm", "plain"):
+        opening = dataclasses.replace(config, backend=backend)
+        with AllReduceFusion.open(opening, hidden_size=4096, dtype=dtype) as fusion:
+            for left, scale in ((residual, weight), (residual, weight.astype("float32")), (None, weight)):
+                whole = [to_float64(t) for t in fusion.add_rms_norm(x, left, scale, EPS)]
+                whole.append(to_float64(fusion.all_reduce(x)))
+                for start, stop in ((0, 1), (1, 4), (4, 17)):
+                    part = None if left is None else left[start:stop]
+                    got = [*fusion.add_rms_norm(x[start:stop], part, scale, EPS), fusion.all_reduce(x[start:stop])]
+                    changed += sum(int((to_float64(g) != w[start:stop]).sum()) for g, w in zip(got, whole, strict=True))
+            paths |= {path for _, path, _ in fusion.counters}
+    return {"changed": changed, "paths": sorted(paths)}
 
 
 def awkward_layouts(rank: int, num_ranks: int) -> bool:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fastdeploy_fusion.backends.shm import NUM_MAX_TOKENS
 from fastdeploy_fusion.launch import free_endpoints, rank_environment
 
 DOCTOR = (sys.executable, "-m", "fastdeploy_fusion", "doctor")
@@ -35,7 +36,9 @@ def test_shared_memory_is_usable_here(ranks):
     assert set(by_name) == {"shm", "trtllm", "mnnvl"}
     shm = by_name["shm"]
     assert shm["usable"] and shm["tried"] == (ranks > 1) and shm["reason"] is None
-    assert (shm["limit"], shm["workspace_bytes"] is not None) == ((2048, True) if ranks > 1 else (None, False))
+    assert (shm["limit"], shm["workspace_bytes"] is not None) == (
+        (NUM_MAX_TOKENS, True) if ranks > 1 else (None, False)
+    )
     trtllm = by_name["trtllm"]
     reason, action = ("3 ranks: ", "tensor-parallel size") if ranks == 3 else ("NVIDIA GPUs only", "`shm`")
     assert not trtllm["usable"] and reason in trtllm["reason"] and action in trtllm["action"]

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from fastdeploy_fusion import tuned
+from fastdeploy_fusion.backends.shm import NUM_MAX_TOKENS
 from tests.ranks import run_cases
 
 CASES = ("same", "ranks differ", "only rank 1", "other version", "flag")
@@ -39,12 +40,12 @@ def test_rank_0s_table_is_used_where_they_differ(opened):
 
 def test_a_table_that_rank_0_has_not_is_not_used(opened):
     first = opened["only rank 1"][0]
-    assert first["limits"] == [2048, 2048] and "rank 1 has another tuned table" in first["log"][0]
+    assert first["limits"] == [NUM_MAX_TOKENS, NUM_MAX_TOKENS] and "rank 1 has another tuned table" in first["log"][0]
 
 
 def test_a_table_of_another_version_is_refused_with_the_reason(opened):
     first = opened["other version"][0]
-    assert first["limits"] == [2048, 2048]
+    assert first["limits"] == [NUM_MAX_TOKENS, NUM_MAX_TOKENS]
     assert "is not used: it was measured with backend version 'another', and here it is '1'" in first["log"][0]
 
 

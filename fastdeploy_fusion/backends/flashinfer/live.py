@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import FusionError, PeerLost, WorkspaceError
+from ...errors import PeerLost, WorkspaceError
 from ...host_values import from_numpy
 from . import bound, driver, paddle_side
 from .api import Workspace
@@ -37,6 +37,7 @@ class TrtllmBackend:
         self.options = Options()
         self.route_reason = ""
         self._read_stream = paddle_side.stream_reader(site.device_id)
+        self.takes_weight_bias = bool(way.api.has_weight_bias)
         self._empty = paddle_side.empty_maker(site.hidden_size, site.dtype)
         self._binding: bound.Binding | None = None
         self._launcher: Any = self.make_launcher("public")
@@ -102,13 +103,9 @@ class TrtllmBackend:
         """(rms_norm(sum + residual) * (weight + weight_bias), sum + residual), both new tensors of the plan's dtype.
 
         partial, residual: [tokens, hidden], contiguous; weight: [hidden]; of the plan's dtype, on this GPU. Launches on
-        Paddle's current stream. Raises FusionError where weight_bias is asked of a FlashInfer that has none.
+        Paddle's current stream. weight_bias: 0 where `takes_weight_bias` is False (the policy sees to it).
         """
-        if weight_bias and not self._way.api.has_weight_bias:
-            raise FusionError(
-                f"weight_bias={weight_bias}: FlashInfer {self._way.version} has no such argument (0.6.12 has); "
-                "add it to the weight instead"
-            )
+        assert not weight_bias or self.takes_weight_bias
         at = partial.data_ptr(), residual.data_ptr(), weight.data_ptr()
         if (at[0] | at[1] | at[2]) & 15 or not weight.is_contiguous():
             partial, residual, weight = _aligned(partial), _aligned(residual), _aligned(weight)
