@@ -145,11 +145,19 @@ class Channel:
             raise PeerLost(self._broken)
         if not self._inboxes:
             return [json.loads(json.dumps(value, default=_encode), object_hook=_decode)]
-        frame = {"what": what, "value": value}
-        values = self._gather(frame, timeout_s) if self.rank == 0 else self._send(frame, timeout_s)
-        return values
+        frame = _pack({"what": what, "value": value})  # before anything is sent: what can't be packed harms nobody
+        try:
+            return self._gather(frame, what, timeout_s) if self.rank == 0 else self._send(frame, what, timeout_s)
+        except PeerLost:
+            raise
+        except (
+            BaseException
+        ) as error:  # a signal's exception: a reply may still come, and must not answer the next call
+            self.close()
+            self._broken = f"{self.name_of(self.rank)} was interrupted in '{what}' ({type(error).__name__})"
+            raise
 
-    def _gather(self, own: dict[str, Any], timeout_s: float) -> list[Any]:
+    def _gather(self, own: bytes, what: str, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         frames, dead, late = _wait(self._inboxes, min(deadline, time.monotonic() + _NOTICE_S))
         if late and time.monotonic() < deadline:
@@ -158,7 +166,6 @@ class Channel:
                 self._try_send(self._inboxes[rank], notice, deadline)
             rest, dead, late = _wait({rank: self._inboxes[rank] for rank in late}, deadline)
             frames |= rest
-        what = own["what"]
         error = None
         if dead:
             error = f"{self.name_of(dead[0])} died during '{what}'"
@@ -170,7 +177,7 @@ class Channel:
             if strangers:
                 other = frames[strangers[0]]["what"]
                 error = f"{self.name_of(strangers[0])} is in '{other}' while {self.name_of(0)} is in '{what}'"
-        frames[0] = json.loads(json.dumps(own, default=_encode), object_hook=_decode)
+        frames[0] = json.loads(own[_HEADER.size :], object_hook=_decode)
         reply = {"error": error} if error else {"values": [frames[rank]["value"] for rank in range(len(self.ranks))]}
         packed = _pack(reply)
         for rank, inbox in self._inboxes.items():
@@ -180,9 +187,8 @@ class Channel:
             raise self._break(error)
         return reply["values"]  # type: ignore[return-value]
 
-    def _send(self, own: dict[str, Any], timeout_s: float) -> list[Any]:
-        what = own["what"]
-        alive = self._try_send(self._inboxes[0], _pack(own), time.monotonic() + timeout_s)
+    def _send(self, own: bytes, what: str, timeout_s: float) -> list[Any]:
+        alive = self._try_send(self._inboxes[0], own, time.monotonic() + timeout_s)
         # Even when the first rank has hung up, its last words may be waiting.
         frames, _, late = _wait(self._inboxes, time.monotonic() + (timeout_s + _GRACE_S if alive else 0.0))
         while frames.get(0, {}).get("waiting"):

@@ -117,12 +117,12 @@ def _files(model_dir: Path) -> list[Path]:
 def _files_of_index(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(weight_map.values()), key=str)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not a safetensors index ({type(error).__name__}: {error}); download or copy it again"
         ) from error
-    outside = [name for name in names if Path(name).name != name]
+    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise CheckpointError(f"{index} names {outside}, outside its folder; download or copy it again")
     return [index.parent / name for name in names]

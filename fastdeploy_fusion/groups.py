@@ -55,9 +55,10 @@ class RankGroup:
         """Wait for all ranks of the group, on the CPU side only."""
         self.all_gather_object(None, "barrier")
 
-    def all_reduce(self, tensor: Any) -> Any:
+    def all_reduce(self, tensor: Any, *, unrounded: bool = False) -> Any:
         """The sum over the group by Paddle's own collective, as a new tensor; float16 and bfloat16 on a CPU are summed
-        in float32 (gloo's float16 sum is wrong in Paddle 3.3.1). Collective; equal shapes and dtypes on all ranks.
+        in float32 (gloo's float16 sum is wrong in Paddle 3.3.1), and left so if ``unrounded``. Collective; equal shapes
+        and dtypes on all ranks.
 
         Raises:
             FusionError: on a CPU, if the ranks bring different shapes or dtypes (gloo would abort the process).
@@ -73,15 +74,15 @@ class RankGroup:
         widen = on_cpu and dtype in (paddle.float16, paddle.bfloat16)
         total = tensor.astype("float32") if widen else tensor.contiguous().clone()
         dist.all_reduce(total, group=self.paddle_group)
-        return total.astype(dtype) if widen else total
+        return total.astype(dtype) if widen and not unrounded else total
 
-    def ordered_sum(self, tensor: Any) -> Any:
+    def ordered_sum(self, tensor: Any, *, unrounded: bool = False) -> Any:
         """As ``all_reduce``, but added in rank order in float32, whatever the shape: an element's bits depend on the
         ranks' elements alone. Every rank receives all shares. Collective."""
         first, *others = (share.astype("float32") for share in self.all_gather(tensor))
         for share in others:
             first = first + share
-        return first.astype(tensor.dtype)
+        return first if unrounded else first.astype(tensor.dtype)
 
     def all_gather(self, tensor: Any) -> list[Any]:
         """All ranks' tensors in rank order; equal shapes and dtypes. Collective."""

@@ -1,9 +1,7 @@
 """What one fusion has decided for each kind of call, and how often each site of the model took which path and why."""
 
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import paddle
@@ -52,11 +50,12 @@ class Ledger:
             tuple(x.shape),
             _dtype_code(x),
             None if residual is None else (tuple(residual.shape), _dtype_code(residual)),
-            id(weight),
+            # Not by its id: a weight that was cast in place keeps that, and would be misread.
+            None if weight is None else (tuple(weight.shape), _dtype_code(weight)),
             weight_bias,
         )
         known = self._known.get(key)
-        if known is None or known.weight() is not weight:  # another weight of that id is gone
+        if known is None:
             known = self._learn(key, op, x, residual, weight, site)
         known.calls[site] += 1
         return known.decision
@@ -99,21 +98,13 @@ class Ledger:
                          op.value, decision.path.value, where, why, layout(x, residual, weight))  # fmt: skip
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        held = _nothing if weight is None else weakref.ref(weight)
-        known = self._known[key] = _Known(decision, self._calls[verdict], held)
+        known = self._known[key] = _Known(decision, self._calls[verdict])
         return known
 
 
 class _Known(NamedTuple):
-    """A decision, its counter, and a call that gives the weight which the key names by ``id``, while it lives."""
-
     decision: Decision
     calls: Counter[str]
-    weight: Callable[[], Any]
-
-
-def _nothing() -> None:
-    """The weight of a call that has none."""
 
 
 def layout(x: Any, residual: Any | None, weight: Any | None) -> str:
@@ -136,6 +127,10 @@ def _dtype_code(tensor: Any) -> int:
 
 def _check_operands(op: Op, x: Any, residual: Any | None, weight: Any | None) -> None:
     """Refuse what no path can take. Shapes and dtypes are equal on all ranks, so all of them refuse together."""
+    if op is Op.ADD_RMS_NORM and weight is None:
+        raise TypeError(f"{op.value}: weight is None; give the norm's, [hidden]")
+    if not x.shape:
+        raise ValueError(f"{op.value}: the input is a single number; it must be [num_tokens, hidden]")
     for name, operand in (("input", x), ("residual", residual), ("weight", weight)):
         if operand is not None and operand.dtype not in _DTYPE_NAMES:
             raise TypeError(f"{op.value}: {name} is {operand.dtype}; it must be one of {', '.join(DTYPES)}")

@@ -6,7 +6,7 @@ from typing import Any
 from fastdeploy_fusion.errors import CheckpointError
 from fastdeploy_fusion.layers import LatentSizes, MambaSizes, YarnScaling
 
-from .hf_json import architecture_of, eos_ids, number, positive, required, rope_settings
+from .hf_json import architecture_of, eos_ids, number, positive, real, rope_settings, whole
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     # What transformers' config class assumes when the file leaves a key out.
@@ -94,9 +94,11 @@ class ModelConfig:
         mixers = _mixers(values)
         heads = positive(values, "num_attention_heads")
         hidden_size = positive(values, "hidden_size")
-        head_dim = int(values.get("head_dim") or values.get("attention_head_dim") or hidden_size // heads)
+        head_dim = whole(values, "head_dim") or whole(values, "attention_head_dim") or hidden_size // heads
         latent = _latent(values)
         eps_key = "layer_norm_epsilon" if mixers else "rms_norm_eps"
+        if real(values, eps_key) < 0:
+            raise CheckpointError(f"config.json has {eps_key} = {values[eps_key]!r}; it must be at least 0")
         return cls(
             architecture=architecture_of(values),
             vocab_size=positive(values, "vocab_size"),
@@ -104,10 +106,10 @@ class ModelConfig:
             intermediate_size=positive(values, "intermediate_size"),
             num_hidden_layers=len(mixers) or positive(values, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=int(values.get("num_key_value_heads") or heads),
+            num_key_value_heads=whole(values, "num_key_value_heads") or heads,
             head_dim=head_dim,
-            rms_norm_eps=float(required(values, eps_key)),
-            max_position_embeddings=values.get("max_position_embeddings"),
+            rms_norm_eps=real(values, eps_key),
+            max_position_embeddings=whole(values, "max_position_embeddings") or None,
             attention_bias=bool(values.get("attention_bias", False)),
             mlp_bias=bool(values.get("mlp_bias", False)),
             use_qk_norm=bool(values.get("use_qk_norm", False)),
@@ -123,9 +125,12 @@ class ModelConfig:
 
 def _rotary(values: dict[str, Any], head_dim: int) -> dict[str, Any]:
     rope, yarn = rope_settings(values)
+    share = real(rope, "partial_rotary_factor", 1.0)
+    if not 0 < share <= 1:
+        raise CheckpointError(f"config.json has partial_rotary_factor = {share}; it must be above 0 and at most 1")
     return {
-        "rope_theta": float(required(rope, "rope_theta")),
-        "rotary_dim": int(head_dim * float(rope.get("partial_rotary_factor") or 1.0)),
+        "rope_theta": real(rope, "rope_theta"),
+        "rotary_dim": int(head_dim * share),
         "rope_interleaved": bool(values.get("rope_interleave", False)),
         "yarn": yarn,
     }
@@ -136,23 +141,29 @@ def _moe(values: dict[str, Any]) -> MoeConfig | None:
     if all(values.get(key) is None for key in keys):
         return None
     intermediate_size = positive(values, "moe_intermediate_size")
-    shared = int(values.get("n_shared_experts") or 0)
-    shared_size = int(values.get("moe_shared_expert_intermediate_size") or shared * intermediate_size)
-    latent_size = values.get("moe_latent_size")
+    shared = whole(values, "n_shared_experts")
+    shared_size = whole(values, "moe_shared_expert_intermediate_size") or shared * intermediate_size
     return MoeConfig(
         num_experts=positive(values, *keys),
         num_experts_per_tok=positive(values, "num_experts_per_tok"),
         intermediate_size=intermediate_size,
         shared_size=shared_size if shared else 0,
-        first_k_dense_replace=int(values.get("first_k_dense_replace") or 0),
-        mlp_only_layers=tuple(values.get("mlp_only_layers") or ()),
-        sparse_step=int(values.get("decoder_sparse_step") or 1),
-        n_group=int(values.get("n_group") or 1),
-        topk_group=int(values.get("topk_group") or 1),
+        first_k_dense_replace=whole(values, "first_k_dense_replace"),
+        mlp_only_layers=tuple(_layer_numbers(values, "mlp_only_layers")),
+        sparse_step=whole(values, "decoder_sparse_step") or 1,
+        n_group=whole(values, "n_group") or 1,
+        topk_group=whole(values, "topk_group") or 1,
         norm_topk_prob=bool(values.get("norm_topk_prob", True)),
-        routed_scaling_factor=float(values.get("routed_scaling_factor") or 1.0),
-        latent_size=None if latent_size is None else int(latent_size),
+        routed_scaling_factor=real(values, "routed_scaling_factor", 1.0),
+        latent_size=whole(values, "moe_latent_size") or None,
     )
+
+
+def _layer_numbers(values: dict[str, Any], key: str) -> list[int]:
+    listed = values.get(key) or []
+    if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        raise CheckpointError(f"config.json has {key} = {listed!r}; it must be a list of layer numbers")
+    return listed
 
 
 def _latent(values: dict[str, Any]) -> LatentSizes | None:

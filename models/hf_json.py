@@ -43,6 +43,35 @@ def positive(values: dict[str, Any], *keys: str) -> int:
     return value
 
 
+def whole(values: dict[str, Any], key: str, default: int = 0) -> int:
+    """A whole number that the file may leave out or have as null, of at least 0."""
+    value = values.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise CheckpointError(f"config.json has {key} = {value!r}; it must be a whole number of at least 0")
+    return value
+
+
+def real(values: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A number; where the file leaves it out or has null, ``default``, or an error if there is none."""
+    value = values.get(key)
+    value = default if value is None else value
+    if value is None:
+        required(values, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CheckpointError(f"config.json has {key} = {value!r}; it must be a number")
+    return float(value)
+
+
+def section(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """A JSON object that the file may leave out or have as null."""
+    value = values.get(key) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json has {key} = {value!r}; it must be an object")
+    return value
+
+
 def number(value: Any) -> float:
     """A number; infinity may be written as ``Infinity``, as a text, or as ``{"__float__": "Infinity"}``."""
     return float(value["__float__"] if isinstance(value, dict) and "__float__" in value else value)
@@ -50,7 +79,7 @@ def number(value: Any) -> float:
 
 def rope_settings(values: dict[str, Any]) -> tuple[dict[str, Any], YarnScaling | None]:
     """Rotary settings: ``rope_parameters`` first, then the top level, where older files keep them."""
-    nested, scaling = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    nested, scaling = section(values, "rope_parameters"), section(values, "rope_scaling")
     yarn = None
     for source, name in ((scaling, "rope_scaling"), (nested, "rope_parameters")):
         kind = source.get("rope_type", source.get("type", "default"))
@@ -64,22 +93,23 @@ def rope_settings(values: dict[str, Any]) -> tuple[dict[str, Any], YarnScaling |
 
 def _yarn(source: dict[str, Any], values: dict[str, Any]) -> YarnScaling:
     original = positive(source, "original_max_position_embeddings")
-    factor = source.get("factor") or positive(values, "max_position_embeddings") / original
-    attention_factor = source.get("attention_factor")
+    factor = real(source, "factor", 0.0) or positive(values, "max_position_embeddings") / original
     return YarnScaling(
-        factor=float(factor),
+        factor=factor,
         original_max_positions=original,
-        beta_fast=float(source.get("beta_fast") or 32.0),
-        beta_slow=float(source.get("beta_slow") or 1.0),
-        mscale=float(source.get("mscale") or 0.0),
-        mscale_all_dim=float(source.get("mscale_all_dim") or 0.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
+        beta_fast=real(source, "beta_fast", 32.0),
+        beta_slow=real(source, "beta_slow", 1.0),
+        mscale=real(source, "mscale", 0.0),
+        mscale_all_dim=real(source, "mscale_all_dim", 0.0),
+        attention_factor=None if source.get("attention_factor") is None else real(source, "attention_factor"),
         truncate=bool(source.get("truncate", True)),
     )
 
 
 def eos_ids(values: dict[str, Any]) -> tuple[int, ...]:
+    """``eos_token_id``: none, one or a list."""
     eos = values.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise CheckpointError(f"the checkpoint has eos_token_id = {eos!r}; it must be a token id, or a list of them")
+    return tuple(ids)

@@ -8,7 +8,8 @@ so it must not outlive the call that made it. The cache keeps descriptors of add
 
 import ctypes
 import mmap
-import weakref
+import sys
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import paddle
 _MAX_CACHED = 4096
 _POOLED_FROM_BYTES = 256 << 10
 _POOL_MAX_BYTES = 256 << 20
+"""Of blocks of one size, in use or not: more are left to their tensors."""
+_REFERENCES_OF_A_FREE_BLOCK = 2  # the local variable's, and the count's own argument
 _CPU = paddle.CPUPlace()
 
 
@@ -42,13 +45,13 @@ class OutputPool:
     """Uninitialised float32 tensors ``[rows, columns]`` that the caller owns.
 
     Paddle's CPU allocator returns large blocks to the system, so that each new output pays its page faults again: 6 ms
-    for 8 MB, twice the time of the fused call that fills it. Large outputs are therefore backed by blocks of this pool;
-    a block comes back when the last tensor over it dies.
+    for 8 MB, twice the time of the fused call that fills it. Large outputs are therefore backed by blocks of this pool.
+    A block is free when nothing but the pool refers to it, which is looked up when one is needed: Python code that ran
+    when a tensor dies would meet Paddle's locks in the wrong order, and two threads would stop each other for good.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}
-        self._free_bytes = 0
+        self._blocks: dict[int, deque[np.ndarray]] = {}
 
     def empty(self, rows: int, columns: int) -> Any:
         num_bytes = 4 * rows * columns
@@ -56,20 +59,27 @@ class OutputPool:
             # paddle.empty at half its cost (3 us instead of 6): the call that it ends in.
             return paddle._C_ops.empty([rows, columns], paddle.float32, _CPU)
         block_bytes = 1 << (num_bytes - 1).bit_length()
-        blocks = self._free.get(block_bytes)
-        if blocks:
-            block = blocks.pop()
-            self._free_bytes -= block_bytes
-        else:
-            block = mmap.mmap(-1, block_bytes)
-        array = np.frombuffer(block, np.float32, rows * columns).reshape(rows, columns)
-        weakref.finalize(array, self._give_back, block, block_bytes).atexit = False
-        return _from_dlpack(array)  # holds the array until the tensor's memory is let go
+        block, blocks = self._free_block(block_bytes), self._blocks[block_bytes]
+        tensor = _from_dlpack(block[: rows * columns].reshape(rows, columns))  # refers to the block while it lives
+        blocks.append(block)
+        if len(blocks) * block_bytes > _POOL_MAX_BYTES:
+            blocks.popleft()  # what still uses it keeps it
+        return tensor
 
-    def _give_back(self, block: mmap.mmap, block_bytes: int) -> None:
-        if self._free_bytes + block_bytes <= _POOL_MAX_BYTES:
-            self._free.setdefault(block_bytes, []).append(block)
-            self._free_bytes += block_bytes
+    def _free_block(self, block_bytes: int) -> np.ndarray:
+        """A block that is in no list until it is put back, so that no other thread takes it."""
+        blocks = self._blocks.setdefault(block_bytes, deque())
+        for _ in range(len(blocks)):
+            try:
+                block = blocks.popleft()
+            except IndexError:  # another thread took the last one
+                break
+            if sys.getrefcount(block) == _REFERENCES_OF_A_FREE_BLOCK:
+                return block
+            blocks.append(block)
+        # Private: a forked child that writes into its outputs must not write into the parent's.
+        memory = mmap.mmap(-1, block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(memory, np.float32)
 
 
 def _from_dlpack(array: np.ndarray) -> Any:

@@ -47,7 +47,8 @@ def normalise_rows(rows: np.ndarray, weight: np.ndarray, eps: float, out: np.nda
     if len(rows) == 1:
         # The same operations on scalars: small arrays cost a microsecond each.
         row = rows[0]
-        scale = 1.0 / math.sqrt(float(row.dot(row)) / hidden_size + eps)
+        mean = float(row.dot(row)) / hidden_size + eps
+        scale = 1.0 / math.sqrt(mean) if mean > 0 else math.inf if mean == 0 else math.nan
         np.multiply(row, scale, out=out[0])
     else:
         scales = _square_sums(rows).astype(np.float64)

@@ -25,6 +25,7 @@ class PlainBackend:
         self._group = group
         self.timeout_s = group.timeout_s
         self.deterministic = deterministic
+        self._sum = group.ordered_sum if deterministic else group.all_reduce
 
     def add_rms_norm(
         self,
@@ -38,16 +39,17 @@ class PlainBackend:
     ) -> tuple[Any, Any]:
         """``residual`` may be None here: the sum itself is normalised. ``reduce``: what adds up in place of Paddle."""
         dtype = partial.dtype
-        # On a GPU the sum travels in its own dtype, half the bytes; on a CPU it would be rounded before its time.
-        share = partial.astype("float32") if partial.place.is_cpu_place() else partial
-        total = (reduce or self.all_reduce)(share)
+        if reduce is None:
+            total = self._sum(partial, unrounded=True)
+        else:  # on a CPU in float32, or the sum would be rounded before its time
+            total = reduce(partial.astype("float32") if partial.place.is_cpu_place() else partial)
         norm, residual_out = add_rms_norm(total, residual, weight, eps, weight_bias)
         if residual_out is partial:  # one rank, float32, no residual: the caller's own tensor
             residual_out = partial.clone()
         return norm.astype(dtype), residual_out.astype(dtype)
 
     def all_reduce(self, partial: Any) -> Any:
-        return self._group.ordered_sum(partial) if self.deterministic else self._group.all_reduce(partial)
+        return self._sum(partial)
 
     def close(self) -> None:
         """Nothing is held."""

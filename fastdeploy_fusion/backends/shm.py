@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import paddle
 
+from ..config import DTYPES
 from ..errors import FusionError
 from ..groups import RankGroup
 from . import WorkspacePlan, cores, shm_memory
@@ -30,6 +31,7 @@ NUM_MAX_TOKENS = 1 << 20
 
 _OPS = {1: "add_rms_norm", 2: "all_reduce", 3: "all_gather"}
 _ADD_RMS_NORM, _ALL_REDUCE, _ALL_GATHER = _OPS
+_DTYPES = [getattr(paddle, name) for name in DTYPES]
 
 
 def probe(device: str) -> dict[str, Any]:
@@ -108,14 +110,16 @@ def create(group: RankGroup, plan: WorkspacePlan) -> "ShmBackend":
     return ShmBackend(segment, plan, group)
 
 
-def _sign(op: int, num_tokens: int, columns: int) -> int:
+def _sign(op: int, num_tokens: int, columns: int, dtype: Any) -> int:
     """A call in one 64-bit number, by which ranks see that they are in the same one."""
-    return op << 56 | columns << 32 | num_tokens
+    return (op | _DTYPES.index(dtype) << 2) << 56 | columns << 32 | num_tokens
 
 
 def _describe(call: int, chunk: int) -> str:
-    op, columns, num_tokens = call >> 56, call >> 32 & 0xFFFFFF, call & 0xFFFFFFFF
-    return f"{_OPS.get(op, 'an unknown call')} of {num_tokens} tokens x {columns}, chunk {chunk}"
+    kind, columns, num_tokens = call >> 56, call >> 32 & 0xFFFFFF, call & 0xFFFFFFFF
+    if kind & 3 not in _OPS or kind >> 2 >= len(DTYPES):
+        return f"an unknown call, chunk {chunk}"
+    return f"{_OPS[kind & 3]} of {num_tokens} tokens x {columns} {DTYPES[kind >> 2]}, chunk {chunk}"
 
 
 def _in_step(method: Callable[..., T]) -> Callable[..., T]:
@@ -165,10 +169,9 @@ class ShmBackend:
     def add_rms_norm(
         self, partial: Any, residual: Any, weight: Any, eps: float, weight_bias: float = 0.0
     ) -> tuple[Any, Any]:
-        if partial.dtype != paddle.float32:
-            x, r, w = (operand.astype("float32") for operand in (partial, residual, weight))
-            norm, total = self.add_rms_norm(x, r, w, eps, weight_bias)
-            return norm.astype(partial.dtype), total.astype(partial.dtype)
+        dtype = partial.dtype
+        if dtype != paddle.float32:
+            partial, residual, weight = (operand.astype("float32") for operand in (partial, residual, weight))
         num_tokens, hidden_size = partial.shape
         residual_out, norm_out = outputs.empty(num_tokens, hidden_size), outputs.empty(num_tokens, hidden_size)
         views = self._views.of
@@ -177,27 +180,30 @@ class ShmBackend:
         scales = views(weight, 1, hidden_size)
         if weight_bias:
             scales = scales + np.float32(weight_bias)
-        call = _sign(_ADD_RMS_NORM, num_tokens, hidden_size)
+        call = _sign(_ADD_RMS_NORM, num_tokens, hidden_size, dtype)
         for start in range(0, num_tokens, self._chunk_rows):
             rows = slice(start, start + self._chunk_rows)
             total = sums[rows]
             self._sum_chunk(call, start, x[rows], total)
             total += residual_rows[rows]
             normalise_rows(total, scales, eps, norms[rows])
+        if dtype != paddle.float32:
+            return norm_out.astype(dtype), residual_out.astype(dtype)
         return norm_out, residual_out
 
     @_in_step
     def all_reduce(self, partial: Any) -> Any:
-        if partial.dtype != paddle.float32:
-            return self.all_reduce(partial.astype("float32")).astype(partial.dtype)
+        dtype = partial.dtype
+        if dtype != paddle.float32:
+            partial = partial.astype("float32")
         num_tokens, hidden_size = partial.shape
         out = outputs.empty(num_tokens, hidden_size)
         x, sums = self._views.of(partial, num_tokens, hidden_size), self._views.of(out, num_tokens, hidden_size)
-        call = _sign(_ALL_REDUCE, num_tokens, hidden_size)
+        call = _sign(_ALL_REDUCE, num_tokens, hidden_size, dtype)
         for start in range(0, num_tokens, self._chunk_rows):
             rows = slice(start, start + self._chunk_rows)
             self._sum_chunk(call, start, x[rows], sums[rows])
-        return out
+        return out if dtype == paddle.float32 else out.astype(dtype)
 
     @_in_step
     def all_gather(self, part: Any) -> Any:
@@ -206,7 +212,7 @@ class ShmBackend:
         size = num_tokens * columns
         flat = self._views.of(part, 1, size)[0]
         gathered = np.empty((self._world_size, size), np.float32)
-        call = _sign(_ALL_GATHER, num_tokens, columns)
+        call = _sign(_ALL_GATHER, num_tokens, columns, part.dtype)
         for start in range(0, size, self._chunk_size):
             span = slice(start, start + self._chunk_size)
             for rank, other in enumerate(self._exchange(call, start, flat[span])):

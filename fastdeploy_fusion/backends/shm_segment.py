@@ -146,7 +146,7 @@ class Segment:
 
     def close(self) -> None:
         """Unmap, and tell peers that still wait for this rank. They keep their own mappings."""
-        if self._flags.nbytes:
+        if self._flags.nbytes and os.getpid() == self._peers[self.rank][0]:  # not a forked child's copy
             self._flags[self.rank * 8 + _LEFT] = 1
         self.slots = []
         self._signatures = []

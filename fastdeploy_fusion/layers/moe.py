@@ -88,7 +88,7 @@ class FusedMoE(WeightedLayer):
         self.router, self.shared = router, shared
         self.gated, self.narrow, self.widen = gated, narrow, widen
         self.gate_up = empty_parameter([len(self.placement.experts), (1 + gated) * local, hidden_size], dtype)
-        self._views: list[tuple[Any, Any]] = []
+        self._views: tuple[tuple[Any, ...], list[tuple[Any, Any]]] = ((), [])
         self.down = empty_parameter([len(self.placement.experts), hidden_size, local], dtype)
 
     def forward(self, x: Any) -> Any:
@@ -136,9 +136,11 @@ class FusedMoE(WeightedLayer):
         return ops.cast(paddle.matmul(ops.cast(weights, stacked.dtype), stacked), x.dtype)
 
     def _expert(self, expert: int, x: Any) -> Any:
-        if not self._views:  # of the parameters' memory; taking one costs as much as a small matmul
-            self._views = [(self.gate_up[i], self.down[i]) for i in range(len(self.placement.experts))]
-        gate_up, down = self._views[expert]
+        # Views of the parameters: taking one costs as much as a small matmul; a cast or a move gives them new memory.
+        where = (self.gate_up.data_ptr(), self.down.data_ptr(), self.gate_up.dtype)
+        if self._views[0] != where:
+            self._views = where, [(self.gate_up[i], self.down[i]) for i in range(len(self.placement.experts))]
+        gate_up, down = self._views[1][expert]
         inner = ops.linear(x, gate_up)
         return ops.linear(ops.swiglu(inner) if self.gated else ops.squared_relu(inner), down)
 

@@ -59,6 +59,8 @@ def _transfer(pair: "RankGroup | None", peer: int, transfer: Callable[[int, Any]
     """Within a pair, because gloo numbers a group's transfers on each rank, and all its ranks must count alike."""
     if pair is None:
         raise FusionError("no stage lies beyond this boundary; the last stage sends and the first receives nothing")
+    if paddle.get_device().startswith("cpu"):
+        pair.channel.exchange(None, "stage boundary", pair.timeout_s)  # gloo would wait for 30 s, whatever the limit
     try:
         transfer(pair.ranks[peer], pair.paddle_group)
     except RuntimeError as error:

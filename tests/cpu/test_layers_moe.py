@@ -173,3 +173,19 @@ def test_a_marked_block_owes_its_sum():
 def test_impossible_placements_are_refused(placement, message):
     with pytest.raises(ValueError, match=message):
         make(FakeTp(), placement)
+
+
+def test_experts_follow_parameters_that_get_new_memory():
+    moe = FusedMoE(HIDDEN, WIDTH, EXPERTS, tp=FakeTp(), prefix="m", router=lambda x: ROUTED)
+    fill(moe)
+    x = tensor(draw(1, HIDDEN))
+    before = array(moe(x))
+    moe.to(dtype="float16")
+    moe.to(dtype="float32")
+    np.testing.assert_allclose(array(moe(x)), before, rtol=2e-2, atol=1e-3)
+    for parameter in (moe.gate_up, moe.down):
+        parameter.set_value(paddle.zeros_like(parameter))
+    assert not array(moe(x)).any()
+
+
+ROUTED = (paddle.ones([1, 2]) / 2, paddle.to_tensor([[1, 3]]))

@@ -63,6 +63,17 @@ def test_an_owed_sum_goes_to_tp_once_with_its_residual():
     assert not tp.reduced
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_without_epsilon_a_row_of_zeros_is_undefined_and_harms_no_other(num_tokens):
+    norm = RMSNorm(4, 0.0, prefix="n")
+    fill(norm, {"n.weight": np.ones(4, np.float32)})
+    rows = np.zeros((num_tokens, 4))
+    rows[1:] = 3.0
+    out = array(norm(tensor(rows))[0])
+    assert np.isnan(out[0]).all() and (out[1:] == 1).all()
+
+
 def test_leading_axes_are_kept():
     norm = RMSNorm(4, EPS, prefix="n")
     fill(norm)

@@ -68,6 +68,13 @@ def test_end_tokens_come_from_the_generation_config_first():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only 'silu'"),
         ({"quantization_config": {"bits": 8}}, "quantization_config; give the unquantised"),
         ({"architectures": []}, "must name exactly one"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings = '512'; it must be a whole number"),
+        ({"rope_scaling": "x"}, "rope_scaling = 'x'; it must be an object"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x'; it must be a number"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0; it must be at least 0"),
+        ({"partial_rotary_factor": 3}, "partial_rotary_factor = 3.0; it must be above 0 and at most 1"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers = 3; it must be a list"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'; it must be a token id"),
     ],
 )
 def test_what_can_not_be_used_is_named(changes, message):

@@ -1,12 +1,16 @@
 """Ways in which ranks get out of step, or could: each must end in an error that says so, never in a wrong sum."""
 
 import os
+import time
 from typing import Any
 
 import paddle
 
 from fastdeploy_fusion import AllReduceFusion, FusionConfig, groups
 from fastdeploy_fusion.backends import shm_memory
+from fastdeploy_fusion.config import ParallelConfig
+from fastdeploy_fusion.layers.pipeline import PipelineStage
+from fastdeploy_fusion.parallel import Parallel
 
 ON = FusionConfig(enabled=True)
 
@@ -35,6 +39,64 @@ def interrupted(rank: int, num_ranks: int) -> list[str]:
 
             segment.await_others = interrupt
         return [_told(fusion.all_reduce, x), _told(fusion.all_reduce, x)]
+
+
+def interrupted_on_the_cpu_side(rank: int, num_ranks: int) -> list[str]:
+    """Rank 1 is interrupted while it waits on the channel and goes on: it may not take the late answer for the next."""
+    world = groups.init_world()
+    plain = FusionConfig(enabled=True, backend="plain")
+    with AllReduceFusion.open(plain, group=world, hidden_size=8) as fusion:
+        if rank == 1:
+            inbox = world.channel._inboxes[0]
+            waits, real = iter((True,)), inbox.next_frame
+
+            def interrupt() -> Any:
+                if next(waits, False):
+                    raise KeyboardInterrupt
+                return real()
+
+            inbox.next_frame = interrupt  # type: ignore[method-assign]
+        return [_told(fusion.all_reduce, paddle.full([2, 8], 10.0**call)) for call in range(3)]
+
+
+def a_forked_child_closes(rank: int, num_ranks: int) -> list[float]:
+    """A child that closes its copy, as it does when it leaves a ``with``, has not left the group."""
+    with AllReduceFusion.open(ON, hidden_size=8) as fusion:
+        sums = [float(fusion.all_reduce(paddle.full([2, 8], 10.0**rank))[0, 0])]
+        child = os.fork() if rank == 1 else 0
+        if rank == 1 and child == 0:
+            try:
+                fusion.close()
+            finally:
+                os._exit(0)
+        if child:
+            os.waitpid(child, 0)
+        fusion.group.barrier()
+        return [*sums, float(fusion.all_reduce(paddle.full([2, 8], 10.0**rank))[0, 0])]
+
+
+def different_dtypes(rank: int, num_ranks: int, backend: str) -> str:
+    with AllReduceFusion.open(FusionConfig(enabled=True, backend=backend), hidden_size=8) as fusion:
+        dtype = "bfloat16" if rank else "float32"
+        x, weight = paddle.ones([2, 8]).astype(dtype), paddle.ones([8]).astype(dtype)
+        return _told(fusion.add_rms_norm, x, x, weight, 1e-5)
+
+
+def a_slow_stage(rank: int, num_ranks: int) -> list[str]:
+    """The second stage waits for the first as long as FDFUSION_CALL_TIMEOUT_S says, and names it."""
+    world = groups.init_world()
+    layout = ParallelConfig(pipeline_parallel_size=2)
+    with Parallel.open(layout, FusionConfig(), hidden_size=8) as parallel:
+        stage = PipelineStage(parallel, 2)
+        started, told = time.monotonic(), "sent"
+        if rank == 0:
+            stage.send(paddle.ones([2, 8]), paddle.ones([2, 8]))
+            time.sleep(9)
+        else:
+            received = stage.receive([2, 8], "float32")
+            assert float(received.sum()) == 32.0
+            told = _told(stage.receive, [2, 8], "float32")
+        return [told, f"{time.monotonic() - started:.1f}", str(world.size)]
 
 
 def gather_of_unequal_columns(rank: int, num_ranks: int) -> str:

@@ -18,15 +18,15 @@ def functions():
 @pytest.mark.parametrize(
     ("case", "paths"),
     [
-        ("fused", ["empty", "fused", "plain"]),
-        ("limit 3", ["empty", "fused", "plain"]),
+        ("fused", ["empty", "fused", "summed"]),
+        ("limit 3", ["empty", "fused", "plain", "summed"]),
         ("flag off", ["empty", "plain"]),
     ],
 )
 def test_always_the_right_numbers(functions, case, paths):
     for found in functions[case]:
         assert found["fused"] == (case != "flag off")
-        assert found["paths"] == paths  # "plain" without a residual
+        assert found["paths"] == paths  # "summed" without a residual
         assert {key: values for key, values in found["sums"].items() if key[0] != "0"} == {
             f"{tokens}/{residual}": [[11.5 if residual else 11.0]] * 2
             for tokens in (1, 3, 40)

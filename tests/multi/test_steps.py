@@ -16,6 +16,31 @@ def test_ranks_out_of_step_are_told():
         assert "4 tokens x 10" in text and "4 tokens x 12" in text
 
 
+def test_a_late_answer_is_not_taken_for_the_next():
+    first, second = run_ranks(2, bodies.interrupted_on_the_cpu_side, env=ENV)
+    assert second[0].startswith("KeyboardInterrupt")
+    assert all("was interrupted in 'all_reduce' (KeyboardInterrupt)" in text for text in second[1:])
+    assert all(text != "no error" for text in first)
+
+
+def test_what_no_rank_may_take_for_another():
+    forked, *dtypes = run_cases(
+        2, [bodies.a_forked_child_closes, (bodies.different_dtypes, "shm"), (bodies.different_dtypes, "plain")], env=ENV
+    )
+    assert forked == [[11.0, 11.0]] * 2
+    for told in dtypes[0]:
+        assert "of 2 tokens x 8 float32" in told and "of 2 tokens x 8 bfloat16" in told
+    for told in dtypes[1]:
+        assert "paddle.float32" in told and "paddle.bfloat16" in told
+
+
+def test_a_stage_waits_as_long_as_the_limit_says():
+    first, second = run_ranks(2, bodies.a_slow_stage, env=ENV)
+    assert first[0] == "sent"
+    assert "global rank 0) did not come to 'stage boundary' within 3 s" in second[0]
+    assert 3.0 <= float(second[1]) < 8.0
+
+
 def test_what_fails_at_start_up_leaves_the_rest_as_it_was():
     cases = [bodies.second_user_disagrees, bodies.growth_fails, bodies.open_raises_then_works, bodies.strided_weight]
     second, growth, again, weights = run_cases(2, cases)
