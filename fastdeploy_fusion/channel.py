@@ -24,7 +24,8 @@ _NOTICE_S = 0.5
 
 
 class Rendezvous:
-    """What a channel needs to be set up: a store shared by the ranks. ``key`` is unique to the channel."""
+    """What a channel needs to be set up: one text, published by the first rank and looked up by the others within so
+    many seconds. Each channel has its own."""
 
     def __init__(self, publish: Callable[[str], None], look_up: Callable[[float], str]) -> None:
         self.publish = publish
@@ -150,9 +151,7 @@ class Channel:
             return self._gather(frame, what, timeout_s) if self.rank == 0 else self._send(frame, what, timeout_s)
         except PeerLost:
             raise
-        except (
-            BaseException
-        ) as error:  # a signal's exception: a reply may still come, and must not answer the next call
+        except BaseException as error:  # of a signal: a reply may still come, and must not answer the next call
             self.close()
             self._broken = f"{self.name_of(self.rank)} was interrupted in '{what}' ({type(error).__name__})"
             raise

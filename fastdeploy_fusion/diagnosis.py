@@ -18,6 +18,7 @@ from .backends.flashinfer import parts
 from .config import FusionConfig
 from .fusion import AllReduceFusion
 from .groups import RankGroup
+from .policy import Decision, GroupState, Op, Path, Reason, Request, decide
 
 FUSED = tuple(name for name in MODULES if name != "plain")
 
@@ -79,26 +80,36 @@ def _probe(name: str, plan: WorkspacePlan) -> dict[str, Any]:
 def _verdict(name: str, group: RankGroup, plan: WorkspacePlan, facts: list[dict[str, Any]]) -> dict[str, Any]:
     """Whether a backend can be used, else the one reason and the way out."""
     verdict: dict[str, Any] = {"name": name, "tried": False, "limit": None, "workspace_bytes": None, "seconds": None}
+    config = FusionConfig(enabled=True, backend=name)
     if group.size == 1:
-        reason = module_of(name).refuse(facts, plan)
+        state = GroupState(2, module_of(name).refuse(facts, plan), name, plan.hidden_size, 1)
     else:
         begin = time.monotonic()
-        config = FusionConfig(enabled=True, backend=name)
         with AllReduceFusion.open(config, group=group, hidden_size=plan.hidden_size, dtype=plan.dtype) as fusion:
-            reason = fusion.state.unavailable
-            limit = fusion.state.num_max_tokens
-        if reason is None:
-            plan = dataclasses.replace(plan, num_max_tokens=limit)
-            verdict |= {
-                "tried": True,
-                "limit": limit,
-                "workspace_bytes": module_of(name).workspace_bytes(plan),
-                "seconds": round(time.monotonic() - begin, 3),
-            }
-    remedy = remedies.find(reason) if reason is not None else None
-    return verdict | {
-        "usable": reason is None,
-        "reason": None if reason is None else reason.removeprefix(f"{name}: "),
+            state = fusion.state
+    decision = decide(Request(Op.ADD_RMS_NORM, (1, plan.hidden_size), plan.dtype, plan.dtype), state, config)
+    if decision.path is Path.FUSED and group.size > 1:
+        plan = dataclasses.replace(plan, num_max_tokens=state.num_max_tokens)
+        verdict |= {
+            "tried": True,
+            "limit": state.num_max_tokens,
+            "workspace_bytes": module_of(name).workspace_bytes(plan),
+            "seconds": round(time.monotonic() - begin, 3),
+        }
+    return verdict | _reason(name, decision)
+
+
+def _reason(name: str, decision: Decision) -> dict[str, Any]:
+    """Whether that is the fused path; if not, why in words, what it means, and what to do."""
+    if decision.path is Path.FUSED:
+        return {"usable": True, "reason": None, "meaning": None, "action": None}
+    if decision.reason is not Reason.UNAVAILABLE:  # the policy's own rules, as on rows of an odd length
+        meaning, action = remedies.DECISIONS[decision.reason]
+        return {"usable": False, "reason": str(decision).partition(": ")[2], "meaning": meaning, "action": action}
+    remedy = remedies.find(decision.detail)
+    return {
+        "usable": False,
+        "reason": decision.detail.removeprefix(f"{name}: "),
         "meaning": remedy.meaning if remedy else None,
         "action": remedy.action if remedy else None,
     }

@@ -14,7 +14,7 @@ from .policy import GroupState
 
 @dataclass(frozen=True)
 class Device:
-    """Where ranks would run. ``facts``: of each backend, one rank's, as its ``probe`` gives them; ``name``: for people.
+    """Where ranks would run. ``name``: for people; ``refusal`` and ``tuned``: what one rank found here, if it is here.
 
     ranks_per_host: neighbouring ranks share a host; None: all of them.
     """

@@ -9,6 +9,11 @@ import ml_dtypes
 import numpy as np
 import paddle
 
+from .config import DTYPES
+
+DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
+"""Paddle's dtype -> its name in a config."""
+
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
     """The contiguous array that Paddle reads as ``dtype``, rounded to nearest even; NaN stays NaN."""

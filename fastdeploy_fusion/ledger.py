@@ -8,11 +8,11 @@ import paddle
 
 from .config import DTYPES, FusionConfig
 from .errors import WorkspaceError
+from .host_values import DTYPE_NAMES
 from .policy import Decision, GroupState, Op, Path, Reason, Request, decide
 
 log = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
 _DTYPES_ARE_SINGLE = not hasattr(paddle.float32, "value")
 _MAX_KNOWN = 8192
 _UNFUSED = (Path.SUMMED, Path.PLAIN)
@@ -85,8 +85,8 @@ class Ledger:
     def _learn(self, key: tuple[Any, ...], op: Op, x: Any, residual: Any, weight: Any, site: str) -> "_Known":
         self.check_open()
         _check_operands(op, x, residual, weight)
-        weight_dtype = None if weight is None else _DTYPE_NAMES[weight.dtype]
-        request = Request(op, key[0], _DTYPE_NAMES[x.dtype], weight_dtype, residual is not None, bool(key[-1]))
+        weight_dtype = None if weight is None else DTYPE_NAMES[weight.dtype]
+        request = Request(op, key[0], DTYPE_NAMES[x.dtype], weight_dtype, residual is not None, bool(key[-1]))
         decision = decide(request, self.state, self.config)
         verdict = (op.value, decision.path.value, decision.reason.value)
         if verdict not in self._calls:
@@ -114,7 +114,7 @@ def layout(x: Any, residual: Any | None, weight: Any | None) -> str:
 
 
 def _describe(tensor: Any) -> str:
-    dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.strides)}"
     return f"{list(tensor.shape)} {dtype} on {str(tensor.place)[6:-1]}{strides}"
 
@@ -132,7 +132,7 @@ def _check_operands(op: Op, x: Any, residual: Any | None, weight: Any | None) ->
     if not x.shape:
         raise ValueError(f"{op.value}: the input is a single number; it must be [num_tokens, hidden]")
     for name, operand in (("input", x), ("residual", residual), ("weight", weight)):
-        if operand is not None and operand.dtype not in _DTYPE_NAMES:
+        if operand is not None and operand.dtype not in DTYPE_NAMES:
             raise TypeError(f"{op.value}: {name} is {operand.dtype}; it must be one of {', '.join(DTYPES)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"{op.value}: residual is {residual.shape} and the input {x.shape}; they must be equal")

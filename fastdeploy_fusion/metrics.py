@@ -41,7 +41,7 @@ def _samples(fusion: "AllReduceFusion") -> Iterator[tuple[str, str]]:
     state = fusion.state
     labels = {**who, "backend": state.backend, "reason": state.unavailable or ""}
     yield _FAMILIES[1][0], f"{_FAMILIES[1][0]}{_braces(labels)} {int(state.unavailable is None)}"
-    yield _FAMILIES[2][0], f"{_FAMILIES[2][0]}{_braces(who)} {state.num_max_tokens}"
+    yield _FAMILIES[2][0], f"{_FAMILIES[2][0]}{_braces(who)} {state.num_max_tokens if state.unavailable is None else 0}"
 
 
 def _braces(labels: dict[str, str]) -> str:

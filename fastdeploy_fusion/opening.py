@@ -94,7 +94,7 @@ class _Opening:
         self.plan = plan
         self.module = module_of(name)
         default_s = getattr(self.module, "OPEN_TIMEOUT_S", None)
-        self.step_timeout_s = env.seconds("FDFUSION_OPEN_TIMEOUT_S", default_s) / 2  # a step and its vote stay in it
+        self.step_timeout_s = env.seconds("FDFUSION_OPEN_TIMEOUT_S", default_s) / 2  # ranks come to the vote within it
         self.device = probe.device()
         self.fault = faults.planned(group.ranks[group.rank])
         self.made: list[Backend] = []

@@ -173,7 +173,7 @@ def limit_tokens(
     world_size: int,
     hidden_size: int,
     dtype: str,
-    tuned: int | None = None,
+    tuned: tuple[int, bool] | None = None,
     default: int = DEFAULT_NUM_MAX_TOKENS,
 ) -> int:
     """The token limit of a group: the user's, else the ``tuned`` one that was measured for this very case (0: the fused
@@ -181,12 +181,15 @@ def limit_tokens(
 
     Args:
         sm: compute capability as 90 or 100; None on a CPU.
+        tuned: tokens, and whether the fused path was slower above. If not, it was ahead wherever it was measured, and
+            the limit is at least the one that would hold without the measurement.
     """
     if config.num_max_tokens is not None:
         return config.num_max_tokens
-    if tuned is not None:
-        return tuned
+    measured, crossed = tuned if tuned is not None else (0, False)
+    if crossed:
+        return measured
     limit_bytes = LIMIT_BYTES.get((sm, world_size)) if sm is not None else None
     if limit_bytes is None:
-        return default
-    return max(1, limit_bytes // (hidden_size * ITEMSIZE[dtype]))
+        return max(measured, default)
+    return max(measured, 1, limit_bytes // (hidden_size * ITEMSIZE[dtype]))

@@ -124,8 +124,8 @@ def no_view(refusal: str | None, here: dict[str, str] | None = None) -> dict[str
 def rank_view(here: dict[str, str]) -> dict[str, Any]:
     """One rank's table as far as it holds ``here`` (see ``conditions``). JSON-able; never raises.
 
-    ``limits``: ``[world_size, hidden_size, dtype, pattern, tokens]`` each. ``source``: the file, "" where there is
-    none. ``refusal``: None, or why a table that is there is not used.
+    ``limits``: ``[world_size, hidden_size, dtype, pattern, tokens, crossed]`` each. ``source``: the file, "" where
+    there is none. ``refusal``: None, or why a table that is there is not used.
     """
     view = no_view(None, here)
     try:
@@ -135,7 +135,7 @@ def rank_view(here: dict[str, str]) -> dict[str, Any]:
         view["source"] = str(path)
         entries = read(path)
         usable = [entry for entry in entries if mismatch(entry, here) is None]
-        view["limits"] = [[e.world_size, e.hidden_size, e.dtype, e.pattern, e.limit] for e in usable]
+        view["limits"] = [[e.world_size, e.hidden_size, e.dtype, e.pattern, e.limit, e.crossed] for e in usable]
         if not usable:
             reasons = [mismatch(entry, here) for entry in entries if entry.backend == here["backend"]]
             view["refusal"] = reasons[-1] if reasons else f"it holds nothing for the {here['backend']} backend"
@@ -181,7 +181,11 @@ def notes(views: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def limits_of(view: dict[str, Any] | None, world_size: int, hidden_size: int, dtype: str) -> dict[str, int]:
-    """Pattern -> token limit of one case, from what was agreed; empty where the case was not measured."""
+def limits_of(
+    view: dict[str, Any] | None, world_size: int, hidden_size: int, dtype: str
+) -> dict[str, tuple[int, bool]]:
+    """Pattern -> (tokens, whether fused was slower above) of one case, from what was agreed; empty where the case was
+    not measured."""
     case = [world_size, hidden_size, dtype]
-    return {pattern: tokens for *where, pattern, tokens in (view or {}).get("limits", []) if where == case}
+    rows = (view or {}).get("limits", [])
+    return {pattern: (tokens, crossed) for *where, pattern, tokens, crossed in rows if where == case}

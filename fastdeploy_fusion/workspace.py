@@ -92,7 +92,8 @@ def acquire(group: RankGroup, config: FusionConfig, hidden_size: int, dtype: str
     key = (group.ranks, resolve(config.backend, probe.device()), dtype == "float32")
     plan, _ = _plan_for(key, WorkspacePlan(group.size, hidden_size, dtype, 1), config, _open_workspaces.get(key))
     if not config.enabled or group.size == 1 or config.backend == "plain":
-        reason = "the plain backend was asked for" if config.enabled else "fusion was off at start-up"
+        reason = "fusion was off at start-up" if not config.enabled else "the plain backend was asked for"
+        reason = "one rank" if group.size == 1 else reason
         workspace = Workspace(((), "plain", False), plan, reason, users=1)
         return workspace, workspace.state_for(plan)
     opening.refuse_capture()

@@ -18,6 +18,7 @@ import paddle
 from ..config import DTYPES
 from ..errors import FusionError
 from ..groups import RankGroup
+from ..host_values import DTYPE_NAMES
 from . import WorkspacePlan, cores, shm_memory
 from .host_memory import HostViews, outputs
 from .host_norm import normalise_rows
@@ -31,7 +32,7 @@ NUM_MAX_TOKENS = 1 << 20
 
 _OPS = {1: "add_rms_norm", 2: "all_reduce", 3: "all_gather"}
 _ADD_RMS_NORM, _ALL_REDUCE, _ALL_GATHER = _OPS
-_DTYPES = [getattr(paddle, name) for name in DTYPES]
+_DTYPES = list(DTYPE_NAMES)
 
 
 def probe(device: str) -> dict[str, Any]:

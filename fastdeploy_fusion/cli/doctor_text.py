@@ -43,7 +43,7 @@ def _facts(facts: dict[str, Any]) -> dict[str, str]:
     others = {name: version for name, version in facts["versions"].items() if name not in flashinfer}
     found["flashinfer"] = _listed(flashinfer) or "not installed"
     found["flashinfer cache"] = facts["flashinfer_cache"] + ("" if facts["flashinfer_cache_exists"] else " (not there)")
-    found["torch and parts"] = _listed(others) or "not installed"
+    found["torch and parts"] = _listed({**others, "torch": others.get("torch") or "not installed"})
     if facts["environment"]:
         found["environment"] = " ".join(f"{name}={value}" for name, value in facts["environment"].items())
     else:
@@ -107,8 +107,8 @@ def _row(name: str, text: str) -> str:
     return f"{name:<17} {text}"
 
 
-def _listed(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+def _listed(versions: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
 
 
 def _gib(count: int) -> str:

@@ -22,6 +22,7 @@ from ..config import DTYPES, FusionConfig
 from ..errors import WorkspaceError
 from ..fusion import AllReduceFusion
 from ..groups import RankGroup
+from ..host_values import DTYPE_NAMES
 from .fastdeploy_model import Adoption, adopt
 from .fastdeploy_workspace import FlashInferWorkspaceManager
 
@@ -36,7 +37,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
 _SETTINGS = (
     "enable_flashinfer_allreduce_fusion",
     "flashinfer_allreduce_fusion_max_tokens",

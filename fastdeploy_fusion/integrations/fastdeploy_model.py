@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import paddle
-
-from ..config import DTYPES
 from ..fusion import AllReduceFusion
+from ..host_values import DTYPE_NAMES
 from ..partial import PartialSum
 from ..policy import Path
 from ..sites import parse_site
 
-_DTYPE_NAMES = {getattr(paddle, name): name for name in DTYPES}
 _IN_LAYER = re.compile(r"^(?P<stack>.*\blayers)\.(?P<index>\d+)\.(?P<rest>.+)$")
 _KEY_NAMES = re.compile(r"(^prefix$|_key$)")
 
@@ -141,7 +138,7 @@ def _can_fuse(norm: Any, x: PartialSum) -> bool:
     does_more = getattr(norm, "bias", None) is not None or getattr(norm, "quant_scale", None) is not None
     if moves_tokens or does_more or norm.weight is None:
         return False
-    dtype, weight_dtype = _DTYPE_NAMES.get(x.dtype), _DTYPE_NAMES.get(norm.weight.dtype)
+    dtype, weight_dtype = DTYPE_NAMES.get(x.dtype), DTYPE_NAMES.get(norm.weight.dtype)
     if dtype is None:
         return False
     return x.fusion.explain(x.shape, dtype=dtype, weight_dtype=weight_dtype).path in (Path.FUSED, Path.EMPTY)

@@ -55,6 +55,11 @@ PLATFORM = (
         "Use `trtllm`, which serves one host.",
     ),
     Remedy(
+        r"^one rank$",
+        "The group has one rank: nothing is to be added up.",
+        "Nothing.",
+    ),
+    Remedy(
         r"fusion was off at start-up",
         "It was switched on after `open`, which had made no workspace.",
         "Open with `FusionConfig(enabled=True)`; `set_enabled` then switches it off and on.",

@@ -1,6 +1,6 @@
 """Where the fused path stops being the faster one: pure functions of measured times.
 
-All ranks hold the same samples (rank 0 merges and broadcasts them), so all of them take the same next step.
+All ranks hold the same samples (each gathers all), so all of them take the same next step.
 """
 
 import math

@@ -97,7 +97,7 @@ class TestRefusal:
 class TestAgreement:
     def view(self, limit=3500, **here):
         view = tuned.no_view(None, {**HERE, **here})
-        return {**view, "limits": [[2, 4096, "bfloat16", "add_rms_norm", limit]], "source": "t.json"}
+        return {**view, "limits": [[2, 4096, "bfloat16", "add_rms_norm", limit, True]], "source": "t.json"}
 
     def test_rank_0s_table_is_everybodys(self):
         views = [self.view(3500), self.view(99), tuned.no_view(None, HERE)]
@@ -118,14 +118,19 @@ class TestAgreement:
 
 class TestLimits:
     def view(self, *limits):
-        return {**tuned.no_view(None, HERE), "limits": [[2, 4096, "bfloat16", *limit] for limit in limits]}
+        return {**tuned.no_view(None, HERE), "limits": [[2, 4096, "bfloat16", *limit, True] for limit in limits]}
 
     def test_the_order(self):
-        assert limit_tokens(replace(ON, num_max_tokens=7), 90, 2, 4096, "bfloat16", tuned=3500) == 7
-        assert limit_tokens(ON, 90, 2, 4096, "bfloat16", tuned=3500) == 3500
+        assert limit_tokens(replace(ON, num_max_tokens=7), 90, 2, 4096, "bfloat16", tuned=(3500, True)) == 7
+        assert limit_tokens(ON, 90, 2, 4096, "bfloat16", tuned=(3500, True)) == 3500
         assert limit_tokens(ON, 90, 2, 4096, "bfloat16") == 2048
-        assert limit_tokens(ON, 90, 8, 4096, "bfloat16", tuned=0) == 0
+        assert limit_tokens(ON, 90, 8, 4096, "bfloat16", tuned=(0, True)) == 0
         assert limit_tokens(ON, None, 2, 4096, "float32") == 2048
+
+    def test_a_measurement_that_ended_before_the_crossing_lowers_no_limit(self):
+        assert limit_tokens(ON, 90, 2, 4096, "bfloat16", tuned=(512, False)) == 2048
+        assert limit_tokens(ON, 90, 2, 4096, "bfloat16", tuned=(16384, False)) == 16384
+        assert limit_tokens(ON, None, 2, 4096, "float32", tuned=(512, False), default=1 << 20) == 1 << 20
 
     def test_each_pattern_has_its_own(self):
         view = self.view(("add_rms_norm", 3500), ("all_reduce", 3000))

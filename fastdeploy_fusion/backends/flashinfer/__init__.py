@@ -31,12 +31,13 @@ def probe(device: str) -> dict[str, Any]:
 
 def refuse(facts: list[dict[str, Any]], plan: Any) -> str | None:
     """The reason why this group cannot use the backend, or None. Pure: equal on all ranks for equal facts."""
+    for rank, fact in enumerate(facts):
+        if fact.get("refusal"):
+            return f"rank {rank}: {fact['refusal']}"
     reason = sizes.refuse_plan(plan)
     if reason:
         return reason
     for rank, fact in enumerate(facts):
-        if fact.get("refusal"):
-            return f"rank {rank}: {fact['refusal']}"
         if fact["sm"] not in ARCHITECTURES[fact["way"]]:
             known = ", ".join(f"SM{sm}" for sm in ARCHITECTURES[fact["way"]])
             return f"rank {rank}: SM{fact['sm']} is not among the architectures for the {fact['way']} way ({known})"

@@ -22,14 +22,14 @@ DISTRIBUTIONS = (
 )
 
 
-def versions() -> dict[str, str]:
-    """Of each distribution that is installed; nothing is imported."""
-    found = {}
+def versions() -> dict[str, str | None]:
+    """Of each distribution, None where it is not installed; nothing is imported."""
+    found: dict[str, str | None] = {}
     for name in DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue
+            found[name] = None
     return found
 
 
