@@ -216,5 +216,7 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     for key, only in known.items():
         if values.get(key, only) != only:
             raise CheckpointError(f"config.json has {key} {values[key]!r}; only {only!r} is implemented")
+    if values.get("mlp_bias") and architecture_of(values) != "NemotronHForCausalLM":
+        raise CheckpointError("config.json has mlp_bias true; the dense blocks of this family have none here")
     if values.get("quantization_config"):
         raise CheckpointError("config.json has a quantization_config; give the unquantised (bf16) checkpoint")

@@ -69,6 +69,7 @@ def test_end_tokens_come_from_the_generation_config_first():
         ({"quantization_config": {"bits": 8}}, "quantization_config; give the unquantised"),
         ({"architectures": []}, "must name exactly one"),
         ({"max_position_embeddings": "512"}, "max_position_embeddings = '512'; it must be a whole number"),
+        ({"mlp_bias": True}, "mlp_bias true"),
         ({"rope_scaling": "x"}, "rope_scaling = 'x'; it must be an object"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x'; it must be a number"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0; it must be at least 0"),
