@@ -5,6 +5,7 @@ lies in the package, so that the checkout works as it stands, whatever kind of e
 Packages are listed under the two folders by hand, so nothing called `models`, `tools` or `tests` is ever installed.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -21,6 +22,11 @@ def packages() -> list[str]:
     return own + models
 
 
+def version() -> str:
+    (found,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / PACKAGE / "__init__.py").read_text(), re.MULTILINE)
+    return str(found)
+
+
 def long_description() -> str:
     readme = ROOT / "README.md"
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
@@ -30,7 +36,7 @@ SERVE = ["fastapi", "uvicorn", "jinja2"]
 
 setup(
     name="fastdeploy-fusion",
-    version="0.1.0",
+    version=version(),
     description="Fused all-reduce + residual add + RMSNorm for tensor-parallel inference with Paddle",
     long_description=long_description(),
     long_description_content_type="text/markdown",

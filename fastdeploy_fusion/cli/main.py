@@ -1,7 +1,9 @@
 """From argv to an exit code: 0 done, 1 a run failed, 2 wrong input, 128+N ended by signal N."""
 
+import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .. import env
 from ..launch import error_message
@@ -12,8 +14,17 @@ from .parser import Parser, parse
 COMMANDS = (doctor, plan, generate, serve, tune)
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import importlib.metadata  # takes longer than all else here
+
+        sys.stdout.write(f"{parser.prog} {importlib.metadata.version('fastdeploy-fusion')}\n")
+        parser.exit()
+
+
 def build_parser() -> Parser:
     parser = Parser(prog="fastdeploy-fusion", description="Fused all-reduce + residual + RMSNorm for Paddle.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the installed version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
         command = commands.add_parser(module.NAME, help=module.HELP, description=module.HELP)

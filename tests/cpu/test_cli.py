@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import fastdeploy_fusion
 from fastdeploy_fusion.cli import main
 from fastdeploy_fusion.cli.output import answer_only_on_stdout
 
@@ -102,3 +103,9 @@ def test_only_the_answer_reaches_stdout(capfd):
     out, err = capfd.readouterr()
     assert out == "answer 好\nafterwards\n"
     assert sorted(err.splitlines()) == ["chatter", "chatter of C++"]
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0 and capsys.readouterr().out == f"fastdeploy-fusion {fastdeploy_fusion.__version__}\n"
