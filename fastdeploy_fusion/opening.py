@@ -119,7 +119,7 @@ class _Opening:
         backend = self.made[0]
         self._agree("self_test", lambda: [self_test.run(backend, self.group.rank, self.plan)])
         self.fork.timeout_s = backend.timeout_s = self.group.timeout_s
-        return _WithFork(backend, self.fork)
+        return backend
 
     def _fix_limit(self, views: list[dict[str, Any]]) -> None:
         """Limits depend on the GPU and on a measured table: both are known, and equal on all ranks, from here on."""
@@ -169,22 +169,3 @@ class _Opening:
         if self.device != "cpu":
             paddle.device.set_device(self.device)  # CUDA's current device is a thread's own, and steps run in threads
         return work()
-
-
-class _WithFork:
-    """A backend together with the channel that it was made over, closed after it."""
-
-    def __init__(self, backend: Backend, fork: RankGroup) -> None:
-        self._backend = backend
-        self._fork = fork
-        self.name = backend.name
-        self.deterministic = backend.deterministic
-        self.takes_weight_bias = backend.takes_weight_bias
-        self.timeout_s = backend.timeout_s
-        self.add_rms_norm = backend.add_rms_norm
-        self.all_reduce = backend.all_reduce
-        self.all_gather = getattr(backend, "all_gather", None)
-
-    def close(self) -> None:
-        self._backend.close()
-        self._fork.close()

@@ -99,7 +99,7 @@ class BackendModule(Protocol):
         ...
 
     def create(self, group: "RankGroup", plan: WorkspacePlan) -> Backend:
-        """Make the live backend. Collective over the group."""
+        """Make the live backend. Collective over the group, which is the backend's own: ``close`` hangs it up."""
         ...
 
 

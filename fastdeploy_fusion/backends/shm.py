@@ -254,4 +254,5 @@ class ShmBackend:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+            self._group.close()
             cores.give_back()

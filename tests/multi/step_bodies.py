@@ -29,7 +29,7 @@ def interrupted(rank: int, num_ranks: int) -> list[str]:
     with AllReduceFusion.open(ON, group=world, hidden_size=4096) as fusion:
         x = paddle.arange(16, dtype="float32").reshape([16, 1]).expand([16, 4096]).contiguous() * (10.0**rank)
         if rank == 1:
-            segment = fusion._backend._backend._segment
+            segment = fusion._backend._segment
             waits, real = iter((True,)), segment.await_others
 
             def interrupt(*signature: int) -> Any:

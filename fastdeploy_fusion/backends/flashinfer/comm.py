@@ -57,6 +57,10 @@ class Communicator:
     def barrier(self) -> None:
         self._exchange("", None)
 
+    def close(self) -> None:
+        """Hang up. Not collective."""
+        self._group.close()
+
     def Split(self, color: int, key: int) -> Communicator:
         mine = self._exchange("", [color, key])
         chosen = [member for member in self._members if mine[member][0] == color]

@@ -142,6 +142,7 @@ class TrtllmBackend:
         except PeerLost:
             alive = False
         workspace.close(alive)
+        self._communicator.close()
 
 
 class _Closed:
