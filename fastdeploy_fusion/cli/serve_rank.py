@@ -76,14 +76,13 @@ class _Desk:
     or a damaged tokenizer shows at once."""
 
     def __init__(self, model_dir: Path, config: Any, settings: ServeSettings) -> None:
-        from tokenizers import Tokenizer
-
         from ..serve.chat import ChatTemplate
         from ..serve.http import listen_on
         from ..serve.prepare import Served, longest_token_of
+        from ..tokenizer import load_tokenizer
 
         self.settings, self.hidden_size = settings, config.hidden_size
-        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        tokenizer = load_tokenizer(model_dir)
         room = settings.num_blocks * settings.block_size
         self.served = Served(
             name=settings.model_name,

@@ -68,7 +68,7 @@ class Api:
             prepared = prepare(asked, self.served)
         documents = Documents(prepared, self.served.name, chat=kind is ChatRequest)
         ticket = self.frontend.submit(prepared.prompt, prepared.max_tokens, prepared.eos, prepared.sampler)
-        parts = pieces(self.frontend, ticket, self.served, asked.stop_strings)
+        parts = pieces(self.frontend, ticket, self.served, asked.stop)
 
         async def stream() -> AsyncIterator[dict[str, Any]]:
             first, count = documents.first(), 0

@@ -62,6 +62,9 @@ def test_what_is_missing_is_said(capsys, tmp_path):
     assert run(capsys) == (2, "error: no prompt: give --prompt TEXT or --prompt-file FILE\n")
     assert run(capsys, "--prompt", "p") == (2, "error: no model: give --model DIR\n")
     assert run(capsys, "--prompt", "p", "--prompt", "", "--model", "m")[1].startswith("error: prompt 2 is empty")
+    assert run(capsys, "--prompt", "p", "--prompt", "caf\udce9")[1] == (
+        "error: prompt 2, 'caf\\udce9', is not UTF-8: give it as text in UTF-8\n"
+    )
     assert run(capsys, "--prompt", "p", "--model", "/no/such") == (2, "error: --model /no/such: no such folder\n")
     nothing = run(capsys, "--prompt", "p", "--model", str(tmp_path))
     assert nothing == (2, f"error: --model {tmp_path}: config.json: No such file or directory\n")
