@@ -105,3 +105,10 @@ def test_only_the_answer_reaches_stdout(capfd):
     out, err = capfd.readouterr()
     assert out == "answer 好\nafterwards\n"
     assert sorted(err.splitlines()) == ["chatter", "chatter of C++"]
+
+
+def test_a_models_name_has_to_be_text(capsys, data):
+    assert main(["serve", "--model", str(data / "glm4_moe_a"), "--served-model-name", "caf\udce9"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the model's name 'caf\\udce9' is not UTF-8: give another --served-model-name\n"
+    )
