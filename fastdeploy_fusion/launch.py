@@ -165,9 +165,10 @@ def error_message(error: BaseException) -> str:
 def leave_on_sigterm() -> None:
     """SIGTERM raises SystemExit(143), so that what is open gets closed. Call again after `import paddle`, which
     replaces the handler by one that prints a C++ traceback."""
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
 
 
-def _leave(number: int, frame: Any) -> None:
+def leave(number: int, frame: Any) -> None:
+    """A signal's handler: SystemExit(128+N). SIGTERM after that ends the process without a word."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise SystemExit(128 + number)

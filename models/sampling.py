@@ -40,8 +40,9 @@ class Sampler:
         """The next token id for float32 ``logits [vocab_size]``; ties go to the lowest id."""
         if self.params.temperature == 0.0:
             return int(logits.argmax())
-        scaled = logits.astype(np.float64) / self.params.temperature
-        probabilities = np.exp(scaled - scaled.max())
+        # The maximum first: at temperatures next to 0 the quotients are no longer finite, and differences of them NaN.
+        with np.errstate(over="ignore"):
+            probabilities = np.exp((logits.astype(np.float64) - logits.max()) / self.params.temperature)
         probabilities /= probabilities.sum()
         order = np.argsort(-probabilities, kind="stable")
         cumulative = np.cumsum(probabilities[order])

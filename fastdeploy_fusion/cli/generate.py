@@ -86,9 +86,21 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         prompts += [line for line in lines if line.strip()]
     if not prompts:
         raise UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
-    if "" in prompts:
-        raise UsageError(f"prompt {prompts.index('') + 1} is empty: every prompt needs at least one token")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise UsageError(f"prompt {number} is empty: every prompt needs at least one token")
+        if not is_text(prompt):
+            raise UsageError(f"prompt {number}, {prompt[:40]!r}, is not UTF-8: give it as text in UTF-8")
     return prompts
+
+
+def is_text(argument: str) -> bool:
+    """False where bytes of the command line were no UTF-8: Python keeps each as half of a surrogate pair."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def find_checkpoint(model: str | None) -> Path:

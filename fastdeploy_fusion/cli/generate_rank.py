@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from .. import env
 from ..config import FusionConfig, ParallelConfig
 from ..launch import leave_on_sigterm, wait_for_first_rank
+from ..tokenizer import load_tokenizer, token_ids
 from .output import answer_only_on_stdout
 from .parser import UsageError
 
@@ -70,17 +71,15 @@ def _generate(
     args: argparse.Namespace, layout: ParallelConfig, fusion: FusionConfig, model_dir: Path, prompts: Sequence[str]
 ) -> dict[str, Any] | None:
     """What rank 0 writes; None on the other ranks."""
-    from tokenizers import Tokenizer
-
     from fastdeploy_fusion import models
 
     from ..parallel import Parallel
 
     begin = time.monotonic()
     with wrong_input():
-        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        tokenizer = load_tokenizer(model_dir)
         config = models.load_config(model_dir)
-        ids = encode(tokenizer, prompts, args.max_new_tokens, config.max_position_embeddings)
+        ids = encode(tokenizer, prompts, config, args.max_new_tokens)
         params = models.SamplingParams(
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
@@ -137,14 +136,19 @@ def collect(world: Any, own: dict[int, Any]) -> list[Any]:
     return [answers[i] for i in sorted(answers)]
 
 
-def encode(tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, limit: int | None) -> list[list[int]]:
+def encode(tokenizer: Any, prompts: Sequence[str], config: Any, max_new_tokens: int) -> list[list[int]]:
     """Token ids of every prompt, no special tokens added.
 
     Raises:
-        UsageError: a prompt has no tokens, or with `max_new_tokens` more than the model's `limit` of positions.
+        UsageError: a prompt has no tokens, one that is none of the model's, or with
+            `max_new_tokens` more than its positions.
     """
-    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
-    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
+    limit, ids = config.max_position_embeddings, []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            tokens = token_ids(tokenizer, prompt, config.vocab_size, add_special_tokens=False)
+        except ValueError as error:
+            raise UsageError(f"prompt {number}: {error}") from error
         if not tokens:
             raise UsageError(f"prompt {number}, {prompt!r}, has no tokens: every prompt needs at least one")
         if limit is not None and len(tokens) + max_new_tokens > limit:
@@ -152,6 +156,7 @@ def encode(tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, limit: i
                 f"prompt {number} has {len(tokens)} tokens, with --max-new-tokens {max_new_tokens} more than the "
                 f"model's {limit} positions: shorten one of them"
             )
+        ids.append(tokens)
     return ids
 
 

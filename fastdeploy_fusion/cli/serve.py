@@ -11,7 +11,7 @@ from ..config import DTYPES, FusionConfig, add_fusion_args, add_parallel_args, p
 from ..launch import started_as_rank
 from ..serve.settings import ServeSettings
 from ..supervise import launch
-from .generate import find_checkpoint, read_layout
+from .generate import find_checkpoint, is_text, read_layout
 from .parser import UsageError, number_in, whole_number
 
 NAME = "serve"
@@ -91,6 +91,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def read_settings(args: argparse.Namespace, model_dir: Path) -> ServeSettings:
+    name = args.served_model_name or model_dir.resolve().name
+    if not is_text(name):
+        raise UsageError(f"the model's name {name!r} is not UTF-8: give another --served-model-name")
     try:
         return ServeSettings(
             host=args.host,
@@ -102,7 +105,7 @@ def read_settings(args: argparse.Namespace, model_dir: Path) -> ServeSettings:
             max_body_bytes=args.max_body_bytes,
             drain_seconds=args.drain_seconds,
             api_key=args.api_key if args.api_key is not None else env.text("FDFUSION_API_KEY") or None,
-            model_name=args.served_model_name or model_dir.resolve().name,
+            model_name=name,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from ..config import FusionConfig, ParallelConfig
-from ..launch import leave_on_sigterm, wait_for_first_rank
+from ..launch import leave, leave_on_sigterm, started_as_rank, wait_for_first_rank
 from ..serve.settings import ServeSettings
 from .generate_rank import quiet_paddle, wrong_input
 from .output import answer_only_on_stdout
@@ -76,14 +76,13 @@ class _Desk:
     or a damaged tokenizer shows at once."""
 
     def __init__(self, model_dir: Path, config: Any, settings: ServeSettings) -> None:
-        from tokenizers import Tokenizer
-
         from ..serve.chat import ChatTemplate
         from ..serve.http import listen_on
         from ..serve.prepare import Served, longest_token_of
+        from ..tokenizer import load_tokenizer
 
         self.settings, self.hidden_size = settings, config.hidden_size
-        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        tokenizer = load_tokenizer(model_dir)
         room = settings.num_blocks * settings.block_size
         self.served = Served(
             name=settings.model_name,
@@ -132,14 +131,14 @@ class _Desk:
 
         api = Api(s, self.served, frontend, trouble=trouble, more_metrics=lambda: _fusion_metrics(parallel))
         http = HttpThread(build_app(api), self.socket, s.max_in_flight, frontend.attach)
-        _drain_on_signals(frontend, s.drain_seconds)
+        _drain_on_signals(frontend, s.drain_seconds, alone=not started_as_rank())
         sys.setswitchinterval(_SWITCH_S)
         reason = "the server has shut down"
         try:
             http.start()
             self._say_ready(parallel, answer)
             engine.run()
-        except BaseException as error:
+        except Exception as error:
             reason = f"the server is going down: {error}"
             raise
         finally:
@@ -174,14 +173,20 @@ def _make_sampler(temperature: float, top_p: float, seed: int) -> Any:
     return Sampler(SamplingParams(temperature=temperature, top_p=top_p), seed, 0)
 
 
-def _drain_on_signals(frontend: Any, seconds: float) -> None:
-    """SIGTERM, or the first SIGINT: drain. The second SIGINT: stop at the next step."""
-    interrupts = 0
+def _drain_on_signals(frontend: Any, seconds: float, *, alone: bool) -> None:
+    """The first signal: drain. Another: end at once.
+
+    With other ranks a second SIGTERM may be the same request, by way of the launcher, and the launcher ends all at once
+    where it must; a second SIGINT is a user's, and then all ranks stop at the next step.
+    """
+    times = 0
 
     def drain(number: int, frame: Any) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
-        frontend.drain(0.0 if interrupts > 1 else seconds)
+        nonlocal times
+        times += alone or number == signal.SIGINT
+        if times > 1 and alone:
+            leave(number, frame)
+        frontend.drain(0.0 if times > 1 else seconds)
 
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGINT, drain)

@@ -24,8 +24,8 @@ class Piece:
 async def pieces(
     frontend: Frontend, ticket: Ticket, served: Served, stop_strings: tuple[str, ...]
 ) -> AsyncIterator[Piece]:
-    """What the ticket brings, joined where several tokens lie ready. It ends early at a stop string; then, as whenever
-    the rest is not wanted, the caller cancels the ticket.
+    """What the ticket brings, joined where several tokens lie ready. It ends early at a stop string, and then the
+    ticket is complete; when the rest is not wanted for another reason, the caller cancels it.
 
     Raises:
         ApiError: 503 when the engine will not finish it.
@@ -45,6 +45,7 @@ async def pieces(
                 text += stops.feed(stream.finish())
             if stops.hit:
                 reason = "stop"
+                frontend.complete(ticket)
             if reason is not None or ticket.events.empty():
                 break
             event = ticket.events.get_nowait()

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -68,7 +69,7 @@ class Api:
             prepared = prepare(asked, self.served)
         documents = Documents(prepared, self.served.name, chat=kind is ChatRequest)
         ticket = self.frontend.submit(prepared.prompt, prepared.max_tokens, prepared.eos, prepared.sampler)
-        parts = pieces(self.frontend, ticket, self.served, asked.stop_strings)
+        parts = pieces(self.frontend, ticket, self.served, asked.stop)
 
         async def stream() -> AsyncIterator[dict[str, Any]]:
             first, count = documents.first(), 0
@@ -85,10 +86,8 @@ class Api:
             last = taken[-1]
             return documents.whole("".join(p.text for p in taken), last.num_tokens, last.finish_reason or "stop")
 
-        def on_end() -> None:
-            self.frontend.cancel(ticket)
-
-        return events(stream(), self.metrics, on_end) if asked.stream else whole(answer, self.metrics, on_end)
+        on_end = partial(self.frontend.cancel, ticket)
+        return events(stream(), on_end) if asked.stream else whole(answer, on_end)
 
     def health(self) -> Response:
         trouble = self.trouble() or self.frontend.closed_because or ("draining" if self.frontend.draining else None)
@@ -140,7 +139,6 @@ def build_app(api: Api) -> ASGIApp:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        api.metrics.disconnects.add()
         return Response(status_code=499)  # nobody reads it
 
     return _Counted(app, api)
@@ -155,20 +153,34 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path, status = scope["path"], 0
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        exchange, broken_off = _Exchange(receive, send), False
         try:
-            await self.app(scope, receive, note)
+            await self.app(scope, exchange.receive, exchange.send)
         except Exception:
             log.exception("a request could not be answered")
-            if not status:
-                await error_response(ApiError(500, "the server failed to answer"))(scope, receive, note)
+            broken_off = bool(exchange.status)
+            if not broken_off:
+                await error_response(ApiError(500, "the server failed to answer"))(scope, receive, exchange.send)
         finally:
-            endpoint = path if path in ENDPOINTS else "other"
-            self.api.metrics.requests.add(1, (endpoint, str(status)))
+            endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
+            self.api.metrics.answered(endpoint, 500 if broken_off else exchange.status if exchange.is_whole else None)
+
+
+class _Exchange:
+    """One request and its answer as the connection sees them. ``is_whole``: the client got the answer's end."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self.status, self.is_whole, self._has_left = 0, False, False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._has_left |= message["type"] == "http.disconnect"  # after the answer's end that means nothing
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.is_whole = not self._has_left

@@ -13,6 +13,7 @@ class BlockAllocator:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = list(range(num_blocks))  # a sorted list is a heap
+        self._held = bytearray(num_blocks)  # 1 for each block that is not in it
 
     @property
     def num_free(self) -> int:
@@ -30,12 +31,15 @@ class BlockAllocator:
         count = self.blocks_for(num_tokens)
         if count > len(self._free):
             return None
-        return [heapq.heappop(self._free) for _ in range(count)]
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        for block in taken:
+            self._held[block] = 1
+        return taken
 
     def give_back(self, blocks: list[int]) -> None:
         """ValueError for a block that is free already: two sequences would write to it."""
-        twice = set(blocks) & set(self._free)
-        if twice or len(set(blocks)) != len(blocks):
-            raise ValueError(f"blocks {sorted(twice) or blocks} are given back twice")
         for block in blocks:
+            if not self._held[block]:
+                raise ValueError(f"block {block} is given back twice")
+            self._held[block] = 0
             heapq.heappush(self._free, block)

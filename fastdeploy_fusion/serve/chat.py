@@ -5,7 +5,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import ApiError
@@ -17,13 +19,23 @@ PLAIN = (
 """Where the checkpoint brings no template: one line a message."""
 
 
+class _Generation(Extension):
+    """``{% generation %}``: marks what the assistant said, for training; here its content is all there is to it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 class ChatTemplate:
     """``source`` is a Jinja template as ``transformers`` runs it; it sees only messages and the named tokens."""
 
     def __init__(self, source: str = PLAIN, tokens: dict[str, str] | None = None) -> None:
         """ValueError for a template that is no Jinja."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
@@ -45,7 +57,9 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, str]]) -> str:
         """The prompt, up to where the assistant speaks. ApiError 400 where the template refuses the messages."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self.tokens)
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.tokens
+            )
         except ApiError:
             raise
         except Exception as error:  # a template may do anything wrong, with messages that it does not expect
@@ -79,8 +93,15 @@ def _token_text(name: str, value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _now(pattern: str) -> str:

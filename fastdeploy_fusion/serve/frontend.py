@@ -66,10 +66,17 @@ class Frontend:
         self.inbox.put(("add", Sequence(ticket.id, list(prompt), max_tokens, eos, sampler)))
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more. Idempotent; nothing is done for one that has ended."""
-        if self._tickets.pop(ticket.id, None) is not None:
-            self.inbox.put(("cancel", ticket.id))
+    def cancel(self, ticket: Ticket) -> bool:
+        """Nobody waits for it any more. Nothing is done for one that has ended: then the answer is False."""
+        if self._tickets.pop(ticket.id, None) is None:
+            return False
+        self.inbox.put(("cancel", ticket.id))
+        return True
+
+    def complete(self, ticket: Ticket) -> None:
+        """Its answer is whole, whatever the engine would add."""
+        if self.cancel(ticket):
+            self.metrics.latency.observe(time.monotonic() - ticket.created)
 
     def post(self, events: list[Event]) -> None:
         """From the engine's thread: what a step brought."""

@@ -7,16 +7,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from .connections import HEAD_S, Connections, room_for
 
 _GRACE_S = 2.0  # for answers that are being sent when the server stops
 _SPARE_CONNECTIONS = 1024
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: a taken port shows before a model is loaded.
+    """A socket that listens: a taken port shows before a model is loaded. Bound alone, two could have one port; who
+    comes before the server is ready waits.
 
     Raises:
         ValueError: the address can't be had.
@@ -26,6 +30,7 @@ def listen_on(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen()
     except (OSError, UnicodeError) as error:
         raise ValueError(f"can't listen on {host} port {port}: {error}; choose another --host or --port") from error
     return sock
@@ -34,7 +39,18 @@ def listen_on(host: str, port: int) -> socket.socket:
 class HttpThread:
     """Serves ``app`` on a bound socket from ``start`` to ``stop``. ``on_loop`` runs in the event loop first."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, max_in_flight: int, on_loop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        max_in_flight: int,
+        on_loop: Callable[[], None],
+        *,
+        head_s: float = HEAD_S,
+    ) -> None:
+        limit, backlog = room_for(max_in_flight + _SPARE_CONNECTIONS)
+        self._connections = Connections(limit, head_s)
+        make: Any = self._connections.make
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -43,17 +59,17 @@ class HttpThread:
             loop="asyncio",
             ws="none",
             server_header=False,
-            limit_concurrency=max_in_flight + _SPARE_CONNECTIONS,
-            timeout_graceful_shutdown=int(_GRACE_S),
-            backlog=2048,
+            http=make,
+            backlog=backlog,
         )
         self._server, self._sock, self._on_loop = uvicorn.Server(config), sock, on_loop
         self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self, timeout_s: float = 30.0) -> None:
         """Returns when the port answers; RuntimeError if it never does."""
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of each request that strangers got wrong
         self._thread.start()
         deadline = time.monotonic() + timeout_s
         while not self._server.started:
@@ -71,11 +87,16 @@ class HttpThread:
         """Lets answers go out that are ready, and closes the port. Idempotent."""
         self._server.should_exit = True
         if self._thread.is_alive():
-            self._thread.join(2 * _GRACE_S)
+            self._thread.join(_GRACE_S)
+        if self._thread.is_alive() and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just closed
+                self._loop.call_soon_threadsafe(self._connections.close_all)
+            self._thread.join(_GRACE_S)
         self._sock.close()
 
     def _run(self) -> None:
         async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
             self._on_loop()
             await self._server.serve(sockets=[self._sock])
 

@@ -54,7 +54,8 @@ class Gauge:
 
     def lines(self) -> Iterable[str]:
         yield from _head(self.name, "gauge", self.meaning)
-        yield f"{self.name} {self.read():g}"
+        value = self.read()
+        yield f"{self.name} {int(value) if value == int(value) else value}"  # every digit of large counts
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -64,7 +65,7 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 class Metrics:
     def __init__(self) -> None:
         self.requests = Total("fdfusion_requests_total", "Answered requests.", ("endpoint", "status"))
-        self.disconnects = Total("fdfusion_client_disconnects_total", "Requests whose client left before the answer.")
+        self.disconnects = Total("fdfusion_client_disconnects_total", "Requests whose client left before the end.")
         self.prompt_tokens = Total("fdfusion_prompt_tokens_total", "Tokens of accepted prompts.")
         self.new_tokens = Total("fdfusion_generated_tokens_total", "Tokens generated.")
         self.first_token = Histogram(
@@ -93,6 +94,12 @@ class Metrics:
             ("engine_steps", "Steps run since the start.", lambda: engine.num_steps),
         ):
             self.gauges.append(Gauge(f"fdfusion_{name}", meaning, read))
+
+    def answered(self, endpoint: str, status: int | None) -> None:
+        """None: the client left before the answer's end, whatever it got of it."""
+        if status is None:
+            self.disconnects.add()
+        self.requests.add(1, (endpoint, str(status or 499)))
 
     def token(self, now: float, before: float, *, is_first: bool) -> None:
         self.new_tokens.add()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..tokenizer import token_ids
 from .chat import ChatTemplate
 from .errors import ApiError
 from .protocol import ChatRequest, CompletionRequest
@@ -67,7 +68,7 @@ def prepare(request: CompletionRequest | ChatRequest, served: Served) -> Prepare
         prompt = _encode(text, served, "messages", add_special_tokens=False)
         default, param = CHAT_TOKENS, "messages"
     else:
-        given = request.single_prompt
+        given = request.prompt
         prompt = _encode(given, served, "prompt") if isinstance(given, str) else _check_tokens(given, served)
         default, param = COMPLETION_TOKENS, "prompt"
     if not prompt:
@@ -91,8 +92,10 @@ def _encode(text: str, served: Served, param: str, add_special_tokens: bool = Tr
     at_least = -(-len(text.encode()) // served.longest_token)
     if at_least > served.limit:  # tokenising it would take long, for nothing
         raise _too_long(f"at least {at_least}", None, served.limit, param)
-    ids: list[int] = served.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    return ids
+    try:
+        return token_ids(served.tokenizer, text, served.vocab_size, add_special_tokens=add_special_tokens)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
 def _check_tokens(tokens: list[int], served: Served) -> list[int]:

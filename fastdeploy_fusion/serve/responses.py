@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError
-from .metrics import Metrics
 
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,19 +28,15 @@ class Watched(Response):
     ``on_end`` is called in every case, even if the work never began.
     """
 
-    def __init__(
-        self, work: Callable[[Scope, Receive, Send], Awaitable[None]], metrics: Metrics, on_end: Callable[[], None]
-    ) -> None:
+    def __init__(self, work: Callable[[Scope, Receive, Send], Awaitable[None]], on_end: Callable[[], object]) -> None:
         super().__init__()
-        self.work, self.metrics, self.on_end = work, metrics, on_end
+        self.work, self.on_end = work, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         working = asyncio.ensure_future(self.work(scope, receive, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                self.metrics.disconnects.add()
         finally:
             self.on_end()
             for task in (working, leaving):
@@ -57,7 +52,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def whole(answer: Callable[[], Awaitable[dict[str, Any]]], metrics: Metrics, on_end: Callable[[], None]) -> Response:
+def whole(answer: Callable[[], Awaitable[dict[str, Any]]], on_end: Callable[[], object]) -> Response:
     """One JSON document, made while the client waits."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,10 +62,10 @@ def whole(answer: Callable[[], Awaitable[dict[str, Any]]], metrics: Metrics, on_
             response = error_response(error)
         await response(scope, receive, send)
 
-    return Watched(work, metrics, on_end)
+    return Watched(work, on_end)
 
 
-def events(documents: AsyncIterator[dict[str, Any]], metrics: Metrics, on_end: Callable[[], None]) -> Response:
+def events(documents: AsyncIterator[dict[str, Any]], on_end: Callable[[], object]) -> Response:
     """Server-sent events, one a document, then ``[DONE]``. An error on the way is an event too, and ends the stream."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +78,7 @@ def events(documents: AsyncIterator[dict[str, Any]], metrics: Metrics, on_end: C
             last = _event(error.body)
         await send({"type": "http.response.body", "body": last})
 
-    return Watched(work, metrics, on_end)
+    return Watched(work, on_end)
 
 
 def _event(document: dict[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 _BROKEN = "\ufffd"
 _LONGEST_CHARACTER = 4
 _MAX_WINDOW = 64
+_CONTEXT = 32  # tokens that are kept of a window that was longer
 
 
 class TextStream:
@@ -23,17 +24,30 @@ class TextStream:
     def add(self, token: int) -> str:
         """What is certain to follow now; often "" or more than one token's text."""
         self._window.append(token)
-        text = self._decode(self._window)
-        if not text.endswith(_BROKEN) or len(self._window) > _MAX_WINDOW:
-            new = text[self._num_given :]
+        text, given = self._decode(self._window), self._num_given
+        is_long = len(self._window) > _MAX_WINDOW
+        if not text.endswith(_BROKEN) or (is_long and not self._shorten(text)):
+            new = text[given:]
             self._window = self._window[self._num_known :]
             self._num_known = len(self._window)
             self._num_given = len(self._decode(self._window))
             return new
         # Bytes that are still to come can only change what the last few bytes are read as.
-        certain = max(self._num_given, len(text) - _LONGEST_CHARACTER + 1)
-        new, self._num_given = text[self._num_given : certain], certain
-        return new
+        certain = max(given, len(text) - _LONGEST_CHARACTER + 1)
+        self._num_given += certain - given
+        return text[given:certain]
+
+    def _shorten(self, text: str) -> bool:
+        """Forget all but the last tokens of the window. False where these do not end as ``text`` does.
+
+        What has not been given out stays so: a wrong start changes how a few bytes are read, and not those at the end.
+        """
+        window = self._window[-_CONTEXT:]
+        tail, held = self._decode(window), text[self._num_given :]
+        if len(tail) < len(held) + _LONGEST_CHARACTER or not tail.endswith(held):
+            return False
+        self._window, self._num_known, self._num_given = window, 0, len(tail) - len(held)
+        return True
 
     def finish(self) -> str:
         """The rest, with U+FFFD for bytes that are no character."""

@@ -63,6 +63,9 @@ def test_what_is_missing_is_said(capsys, tmp_path):
     assert run(capsys) == (2, "error: no prompt: give --prompt TEXT or --prompt-file FILE\n")
     assert run(capsys, "--prompt", "p") == (2, "error: no model: give --model DIR\n")
     assert run(capsys, "--prompt", "p", "--prompt", "", "--model", "m")[1].startswith("error: prompt 2 is empty")
+    assert run(capsys, "--prompt", "p", "--prompt", "caf\udce9")[1] == (
+        "error: prompt 2, 'caf\\udce9', is not UTF-8: give it as text in UTF-8\n"
+    )
     assert run(capsys, "--prompt", "p", "--model", "/no/such") == (2, "error: --model /no/such: no such folder\n")
     nothing = run(capsys, "--prompt", "p", "--model", str(tmp_path))
     assert nothing == (2, f"error: --model {tmp_path}: config.json: No such file or directory\n")
@@ -109,3 +112,10 @@ def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--version"])
     assert left.value.code == 0 and capsys.readouterr().out == f"fastdeploy-fusion {fastdeploy_fusion.__version__}\n"
+
+
+def test_a_models_name_has_to_be_text(capsys, data):
+    assert main(["serve", "--model", str(data / "glm4_moe_a"), "--served-model-name", "caf\udce9"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the model's name 'caf\\udce9' is not UTF-8: give another --served-model-name\n"
+    )

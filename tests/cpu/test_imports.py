@@ -18,7 +18,7 @@ LAYERS = [
     {"backends"},
     {"probe", "self_test", "opening", "workspace", "ledger", "fusion", "parallel", "forecast", "diagnosis"},
     {"layers"},
-    {"checkpoint", "weights", "integrations", "models", "tuning"},
+    {"checkpoint", "weights", "tokenizer", "integrations", "models", "tuning"},
     {"serve"},
     {"supervise", "cli", "__main__"},
     {"__init__"},  # the public names, each imported when first asked for

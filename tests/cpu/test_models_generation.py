@@ -75,6 +75,13 @@ def test_samples_follow_the_softmax_at_their_temperature():
     np.testing.assert_allclose(frequencies([0.1, 0.2, 0.7], temperature=0.5), cooler, atol=0.03)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-30])
+def test_temperatures_next_to_0_are_greedy(temperature):
+    drawn = frequencies([0.1, 0.2, 0.7], num_draws=20, temperature=temperature, top_p=0.9)
+    np.testing.assert_equal(drawn, [0, 0, 1])
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     np.testing.assert_allclose(frequencies([0.1, 0.3, 0.6], temperature=1.0, top_p=0.85), [0, 1 / 3, 2 / 3], atol=0.03)
     np.testing.assert_allclose(frequencies([0.1, 0.3, 0.6], temperature=1.0, top_p=0.5), [0, 0, 1])

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from functools import partial
 
 import pytest
@@ -15,7 +14,10 @@ BASE = {"model": "m", "prompt": [10], "max_tokens": 3}
 
 @pytest.fixture(scope="module")
 def tokenizer(data):
-    return Tokenizer.from_file(str(data / "glm4_moe_a" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(data / "glm4_moe_a" / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<|pad{number}|>" for number in range(tokenizer.get_vocab_size(), 384)])
+    tokenizer.add_special_tokens(["<|extra|>"])  # 384, one more than the model has
+    return tokenizer
 
 
 @pytest.fixture
@@ -91,6 +93,7 @@ STATUSES = [
     ("POST", "/v1/completions", {"prompt": "word " * 2000}, 400, "context_length_exceeded"),
     ("POST", "/v1/completions", {"prompt": [384]}, 422, "invalid_value"),
     ("POST", "/v1/completions", {"prompt": ""}, 422, "invalid_value"),
+    ("POST", "/v1/completions", {"prompt": "a <|extra|>"}, 400, "invalid_value"),
     ("POST", "/v1/completions", {"prompt": "x" * 20000}, 413, "body_too_large"),
     ("POST", "/v1/completions", {"n": 3}, 422, "unsupported_parameter"),
     ("POST", "/v1/chat/completions", {}, 422, "invalid_value"),
@@ -208,6 +211,8 @@ def test_a_client_that_leaves_frees_its_sequence(serve, stream, send_fails):
         await until(lambda: server.scheduler.blocks.num_used == 0 and not len(server.scheduler))
         assert server.engine.num_steps < 40 or (send_fails and not stream)  # a whole answer is sent when it is there
         assert (await server.client.post("/v1/completions", json=BASE)).status_code == 200
+        assert server.api.metrics.requests.values == {("/v1/completions", "499"): 1, ("/v1/completions", "200"): 1}
+        assert server.api.metrics.disconnects.values[()] == 1
 
     serve(body)
 
@@ -222,29 +227,3 @@ def test_an_idle_engine_meets_the_other_ranks_and_does_not_spin(serve):
 
     meetings = serve(body)
     assert 5 <= len(meetings) <= 15 and set(meetings) == {None}
-
-
-def test_metrics(serve):
-    async def body(server):
-        await server.client.post("/v1/completions", json=BASE)
-        await server.client.post("/v1/completions", json={})
-        await server.client.get("/elsewhere?q='")
-        return (await server.client.get("/metrics")).text
-
-    text = serve(body)
-    for line in (
-        'fdfusion_requests_total{endpoint="/v1/completions",status="200"} 1',
-        'fdfusion_requests_total{endpoint="/v1/completions",status="422"} 1',
-        'fdfusion_requests_total{endpoint="other",status="404"} 1',
-        "fdfusion_prompt_tokens_total 1",
-        "fdfusion_generated_tokens_total 3",
-        "fdfusion_time_to_first_token_seconds_count 1",
-        "fdfusion_time_between_tokens_seconds_count 2",
-        "fdfusion_requests_running 0",
-        "fdfusion_kv_tokens 256",
-        "fdfusion_tokens_per_second 0.3",
-        "fused 1",
-    ):
-        assert f"\n{line}\n" in "\n" + text, line
-    sample = re.compile(r'(# (HELP|TYPE) \w+ .+)|(\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [-+.e\d]+)')
-    assert all(map(sample.fullmatch, text.splitlines()))

@@ -1,11 +1,11 @@
-"""What requests may hold: JSON, fields, conversations; each refusal with its status and its place."""
+"""What requests may hold: JSON and fields; each refusal with its status and its place."""
 
 import asyncio
 import json
+import time
 
 import pytest
 
-from fastdeploy_fusion.serve.chat import ChatTemplate
 from fastdeploy_fusion.serve.errors import ApiError
 from fastdeploy_fusion.serve.json_body import parse_object, read_body
 from fastdeploy_fusion.serve.protocol import ChatRequest, CompletionRequest, parse_request
@@ -74,11 +74,12 @@ BASE = {"model": "m", "prompt": "p"}
         {"prompt": ["p"]},
         {"prompt": [[1, 2]]},
         {"stream": True, "stream_options": {"include_usage": True}},
+        {"functions": None, "verbosity": None, "stream_options": {"other": None}},
     ],
 )
 def test_what_is_taken(more):
     request = parse_request(CompletionRequest, {**BASE, **more})
-    assert request.single_prompt in ("p", [1, 2])
+    assert request.prompt in ("p", [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -154,51 +155,63 @@ def test_messages():
         [{"role": "king", "content": "a"}],
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}],
+        [{"role": "user", "content": ["a"]}],
+        [{"role": "assistant", "content": "a", "tool_calls": [{"id": "c"}]}],
+        [{"role": "user", "content": "a"}] * 4097,
         [{"role": "user", "content": "a", "extra": 1}],
     ):
         assert refusal(chat, wrong).status == 422
 
 
-MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-
-
-def test_the_plain_template_and_the_checkpoints_own(tmp_path):
-    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "system: S\nuser: U\nassistant:"
-    own = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content | tojson }}{% endfor %}"
-    config = {"bos_token": {"content": "<s>"}, "chat_template": own}
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(config))
-    assert ChatTemplate.load(tmp_path).render(MESSAGES) == '<s><|system|>"S"<|user|>"U"'
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}yes"}]
-    file.write_text(json.dumps({"eos_token": "</s>", "chat_template": named}))
-    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "</s>yes"
-    (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "from the file"
+def test_what_a_client_sends_back_of_an_answer_is_taken():
+    answer = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "audio": None}
+    tool = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "4", "cache_control": None}]}
+    assert [m.plain() for m in chat([answer, {**answer, "tool_calls": [], "annotations": []}, tool]).messages] == [
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
 
 
 @pytest.mark.parametrize(
-    "source",
+    "more, message",
     [
-        "{{ raise_exception('only users speak') }}",
-        "{{ messages[5].content }}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ 1 / 0 }}",
-        "{% for i in range(10**9) %}{% endfor %}",
+        ({"stop": list("abcde")}, "stop: 5 strings; at most 4 are taken"),
+        ({"stop": [""]}, "stop: an empty string; a stop string has 1 to 256 characters"),
+        ({"prompt": ["a", "b"]}, "prompt: a list of 2 prompts; one is answered at a time, so send a request for each"),
+        ({"prompt": [1, -2]}, "prompt: -2 at place 1; token ids are whole numbers of at least 0"),
+        ({"prompt": []}, "prompt: an empty list; it must hold at least one token id"),
+        ({"{bogus}": 1}, "{bogus} is not a field that is known here; leave it out"),
     ],
 )
-def test_what_a_template_does_not_take_is_the_clients_error(source):
-    error = refusal(ChatTemplate(source).render, MESSAGES)
-    assert (error.status, error.param) == (400, "messages")
+def test_a_refusal_says_what_is_wrong(more, message):
+    assert refusal(parse_request, CompletionRequest, {**BASE, **more}).message == message
 
 
-def test_a_template_that_is_none_is_said_at_the_start(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))
-    with pytest.raises(ValueError, match="chat template"):
-        ChatTemplate.load(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ValueError, match="tokenizer_config"):
-        ChatTemplate.load(tmp_path)
+MANY = 340_000  # values of 3 bytes in a body of 1 MiB
+
+
+@pytest.mark.parametrize(
+    "kind, values",
+    [
+        (CompletionRequest, {"prompt": [{}] * MANY}),
+        (CompletionRequest, {"prompt": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [[]] * MANY}),
+        (CompletionRequest, {"prompt": [[-1] * MANY]}),
+        (CompletionRequest, {"prompt": "p", "stop": [""] * MANY}),
+        (CompletionRequest, {"prompt": "p"} | {str(number): 0 for number in range(100_000)}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{str(number): 0 for number in range(100_000)}]}),
+    ],
+)
+def test_a_body_that_is_wrong_in_many_places_is_refused_at_the_first(kind, values):
+    begin = time.process_time()
+    error = refusal(parse_request, kind, {"model": "m", **values})
+    assert error.status == 422 and time.process_time() - begin < 0.2
+    assert len(error.message) < 300 and len(error.param) < 300
 
 
 @pytest.mark.parametrize(

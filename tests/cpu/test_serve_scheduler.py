@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 
@@ -41,6 +42,15 @@ def test_blocks_are_taken_all_or_none_lowest_first():
     for wrong in ([3], [0, 0]):
         with pytest.raises(ValueError, match="twice"):
             blocks.give_back(wrong)
+
+
+def test_giving_back_does_not_look_at_what_is_free():
+    blocks = BlockAllocator(1_000_000, 16)
+    taken = [blocks.take(16) for _ in range(1000)]
+    begin = time.process_time()
+    for some in taken:
+        blocks.give_back(some)
+    assert blocks.num_used == 0 and time.process_time() - begin < 0.5
 
 
 def test_one_sequence_from_prompt_to_end():

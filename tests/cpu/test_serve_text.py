@@ -63,6 +63,14 @@ def test_long_runs_of_broken_bytes_stay_cheap():
     assert max(sizes) < 200
 
 
+@pytest.mark.parametrize("broken", range(55, 75))
+def test_a_character_after_a_long_run_of_broken_bytes_is_whole(tokenizer, broken):
+    byte = tokenizer.encode("🙂").ids[0]  # the first of its four
+    tokens = [byte] * broken + tokenizer.encode("é日本🙂 end").ids
+    pieces = streamed(tokenizer.decode, tokens)
+    assert "".join(pieces) == tokenizer.decode(tokens) and "é日本🙂 end" in "".join(pieces)
+
+
 def cut(text, strings, pieces):
     stops, given = StopStrings(strings), []
     for piece in pieces:

@@ -83,6 +83,18 @@ def test_what_is_not_done_when_the_time_is_over_is_an_error(data):
     assert (503, "the server has shut down") in [(s, d and d.get("error", {}).get("message")) for s, d in outcomes]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_signal_ends_it_at_once(data, ranks):
+    with Server(data / "glm4_moe_a", "--drain-seconds", "60", ranks=ranks) as server:
+        load = Load(server, clients=2, max_tokens=500)
+        time.sleep(1.0)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        code, seconds = server.end(signal.SIGTERM)
+        load.stop()
+        assert (code, server.errors()[0]) == (143, []) and seconds < MAX_SECONDS
+
+
 @pytest.mark.parametrize("victim, idle", [(1, False), (0, True)])
 def test_a_killed_rank_takes_the_server_down(data, victim, idle):
     with Server(data / "glm4_moe_a", *FUSED) as server:
