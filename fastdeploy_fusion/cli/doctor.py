@@ -7,13 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import env
 from ..config import DTYPES, positive_int
 from ..errors import FusionError
 from ..launch import leave_on_sigterm, started_as_rank
-from ..supervise import launch
 from . import doctor_text
 from .output import answer_only_on_stdout
+from .ranks import on_ranks_of_its_own, quiet_paddle
 
 NAME = "doctor"
 HELP = "try every fused backend on this machine and say what stands in its way"
@@ -58,9 +57,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def _on_own_ranks(args: argparse.Namespace, argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "document.json")
-        target = "fastdeploy_fusion.cli.main:run_as_rank"
-        show = env.flag("FDFUSION_DEBUG")
-        code = launch(target, [*argv, "--document-to", str(file)], args.ranks, show_traceback=show)
+        code = on_ranks_of_its_own([*argv, "--document-to", str(file)], args.ranks)
         if code:
             return code if code > 128 else _FAILED
         document = json.loads(file.read_text())
@@ -71,8 +68,6 @@ def _on_own_ranks(args: argparse.Namespace, argv: list[str]) -> int:
 
 def _examine(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """(this rank, the document). Collective over the launch."""
-    from .generate_rank import quiet_paddle
-
     try:
         quiet_paddle()
         logging.getLogger("fastdeploy_fusion").setLevel("ERROR")  # refusals are the answer here, not news

@@ -1,18 +1,14 @@
 """`fastdeploy-fusion generate`: text from a checkpoint, on ranks that it starts itself."""
 
 import argparse
-import dataclasses
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from .. import env
 from ..config import DTYPES, FusionConfig, ParallelConfig, add_fusion_args, add_parallel_args, positive_int
-from ..launch import started_as_rank
-from ..supervise import launch
 from .parser import UsageError, number_in, whole_number
+from .ranks import check_launcher, in_words, on_ranks_of_its_own
 
 NAME = "generate"
 HELP = "generate text from a Hugging Face checkpoint, on parallel ranks, fused or not"
@@ -47,17 +43,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     prompts = read_prompts(args)
     model_dir = find_checkpoint(args.model)
     layout = read_layout(args)
-    ranks = layout.world_size
-    if not started_as_rank():
-        if ranks > 1:
-            return launch(
-                "fastdeploy_fusion.cli.main:run_as_rank", argv, ranks, show_traceback=env.flag("FDFUSION_DEBUG")
-            )
-    elif int(os.environ["PADDLE_TRAINERS_NUM"]) != ranks:
-        world = os.environ["PADDLE_TRAINERS_NUM"]
-        raise UsageError(
-            f"a launcher started {world} ranks but the layout has {ranks}{_sizes(layout)}: make them equal"
-        )
+    check_launcher(layout.world_size, in_words(layout))
+    code = on_ranks_of_its_own(argv, layout.world_size)
+    if code is not None:
+        return code
     from .generate_rank import generate_on_this_rank
 
     return generate_on_this_rank(args, layout, FusionConfig.from_args(args), model_dir, prompts)
@@ -68,12 +57,6 @@ def read_layout(args: argparse.Namespace) -> ParallelConfig:
         return ParallelConfig.from_args(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _sizes(layout: ParallelConfig) -> str:
-    sizes = dataclasses.asdict(layout)
-    flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1 and size is not True]
-    return f" ({' '.join(flags)})" if flags else ""
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -3,21 +3,17 @@
 import argparse
 import contextlib
 import json
-import logging
-import os
-import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from .. import env
 from ..config import FusionConfig, ParallelConfig
 from ..launch import leave_on_sigterm, wait_for_first_rank
 from ..tokenizer import load_tokenizer, token_ids
 from .output import answer_only_on_stdout
 from .parser import UsageError
+from .ranks import quiet_paddle, wrong_input
 
 REPLICAS_APART_S = 86400.0
 
@@ -44,27 +40,6 @@ def generate_on_this_rank(
             with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
                 write_json(document, answer) if args.json else write_text(document, answer)
     return 0
-
-
-def quiet_paddle() -> None:
-    """Before Paddle is imported: no advice on compilers, no log of its stores; our own log goes to stderr."""
-    os.environ.setdefault("GLOG_minloglevel", "2")
-    warnings.filterwarnings("ignore", message="No ccache found")
-    with wrong_input():
-        logging.basicConfig(
-            level=env.text("FDFUSION_LOG_LEVEL"), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
-        )
-
-
-@contextlib.contextmanager
-def wrong_input() -> Iterator[None]:
-    """Around what only fails for wrong input: files and values become a UsageError, failures of the run stay."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError, PermissionError) as error:
-        if hasattr(error, "exit_code"):
-            raise
-        raise UsageError(str(error)) from error
 
 
 def _generate(

@@ -10,6 +10,7 @@ from ..hardware import COMPUTE_CAPABILITIES
 from .generate import read_layout
 from .output import answer_only_on_stdout
 from .parser import UsageError
+from .ranks import quiet_paddle, wrong_input
 
 NAME = "plan"
 HELP = "show every sum of a model, the path it would take and why, from config.json alone"
@@ -50,8 +51,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     layout = read_layout(args)
     config_file = _find_config(args.model)
     with answer_only_on_stdout() as answer:
-        from .generate_rank import quiet_paddle, wrong_input
-
         quiet_paddle()
         from . import plan_document, plan_text
 

@@ -3,16 +3,14 @@
 import argparse
 import importlib.util
 import math
-import os
 from pathlib import Path
 
 from .. import env
 from ..config import DTYPES, FusionConfig, add_fusion_args, add_parallel_args, positive_int
-from ..launch import started_as_rank
 from ..serve.settings import ServeSettings
-from ..supervise import launch
 from .generate import find_checkpoint, is_text, read_layout
 from .parser import UsageError, number_in, whole_number
+from .ranks import check_launcher, in_words, on_ranks_of_its_own
 
 NAME = "serve"
 HELP = "serve a Hugging Face checkpoint to OpenAI's clients, on parallel ranks, fused or not"
@@ -66,25 +64,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{', '.join(missing)} not installed: pip install 'fastdeploy-fusion[serve]'")
+        raise UsageError(f"{', '.join(missing)} not installed: pip install '.[serve]' in the checkout")
     model_dir = find_checkpoint(args.model)
     settings = read_settings(args, model_dir)
     layout = read_layout(args)
     if layout.data_parallel_size > 1:
         raise UsageError("serve runs one copy of the model: leave --data-parallel-size at 1 and start a server a copy")
-    ranks = layout.world_size
-    if not started_as_rank():
-        if ranks > 1:
-            return launch(
-                "fastdeploy_fusion.cli.main:run_as_rank",
-                argv,
-                ranks,
-                show_traceback=env.flag("FDFUSION_DEBUG"),
-                drain_s=settings.drain_seconds,
-            )
-    elif int(os.environ["PADDLE_TRAINERS_NUM"]) != ranks:
-        world = os.environ["PADDLE_TRAINERS_NUM"]
-        raise UsageError(f"a launcher started {world} ranks but the layout has {ranks}: make them equal")
+    check_launcher(layout.world_size, in_words(layout))
+    code = on_ranks_of_its_own(argv, layout.world_size, drain_s=settings.drain_seconds)
+    if code is not None:
+        return code
     from .serve_rank import serve_on_this_rank
 
     return serve_on_this_rank(args.dtype, layout, FusionConfig.from_args(args), model_dir, settings)

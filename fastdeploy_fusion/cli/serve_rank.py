@@ -15,8 +15,8 @@ from typing import Any, TextIO
 from ..config import FusionConfig, ParallelConfig
 from ..launch import leave, leave_on_sigterm, started_as_rank, wait_for_first_rank
 from ..serve.settings import ServeSettings
-from .generate_rank import quiet_paddle, wrong_input
 from .output import answer_only_on_stdout
+from .ranks import quiet_paddle, wrong_input
 
 log = logging.getLogger(__name__)
 

@@ -2,14 +2,13 @@
 
 import argparse
 import importlib.util
-import os
 from pathlib import Path
 
-from .. import env, tuned
+from .. import tuned
 from ..config import BACKENDS, DTYPES, positive_int
 from ..launch import started_as_rank
-from ..supervise import launch
 from .parser import UsageError, number_in
+from .ranks import check_launcher, on_ranks_of_its_own
 
 NAME = "tune"
 HELP = "measure up to how many tokens the fused path pays here; engines then read the table at start-up"
@@ -70,13 +69,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         return _show(args)
     output = output_path(args)
     ranks = args.tensor_parallel_size
-    if not started_as_rank():
-        if ranks < 2:
-            raise UsageError(f"--tensor-parallel-size is {ranks}: one rank has nothing to add up; use 2 or more")
-        return launch("fastdeploy_fusion.cli.main:run_as_rank", argv, ranks, show_traceback=env.flag("FDFUSION_DEBUG"))
-    world = int(os.environ["PADDLE_TRAINERS_NUM"])
-    if "--tensor-parallel-size" in argv and world != ranks:
-        raise UsageError(f"a launcher started {world} ranks but --tensor-parallel-size is {ranks}: make them equal")
+    if not started_as_rank() and ranks < 2:
+        raise UsageError(f"--tensor-parallel-size is {ranks}: one rank has nothing to add up; use 2 or more")
+    if any(word.startswith("--tensor-parallel-size") for word in argv):
+        check_launcher(ranks, f"--tensor-parallel-size is {ranks}")
+    code = on_ranks_of_its_own(argv, ranks)
+    if code is not None:
+        return code
     from .tune_rank import tune_on_this_rank
 
     return tune_on_this_rank(args, output)

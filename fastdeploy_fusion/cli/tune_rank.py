@@ -7,9 +7,9 @@ from pathlib import Path
 from .. import tuned
 from ..launch import leave_on_sigterm, wait_for_first_rank
 from . import tune_report
-from .generate_rank import quiet_paddle
 from .output import answer_only_on_stdout
 from .parser import UsageError
+from .ranks import quiet_paddle
 
 
 def tune_on_this_rank(args: argparse.Namespace, output: Path) -> int:

@@ -88,7 +88,7 @@ def test_a_world_of_another_size_is_refused(capsys, monkeypatch, tmp_path):
         (tmp_path / name).write_text("{}")
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
     code, err = run(capsys, "--prompt", "p", "--model", str(tmp_path), "--tensor-parallel-size", "2")
-    assert code == 2 and "started 4 ranks but the layout has 2 (--tensor-parallel-size 2)" in err
+    assert code == 2 and "started 4 ranks but the layout has 2 ranks (--tensor-parallel-size 2)" in err
 
 
 def test_debugging_shows_tracebacks(monkeypatch):
