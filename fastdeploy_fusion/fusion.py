@@ -20,7 +20,8 @@ class AllReduceFusion:
     """Sums over one group, fused with the residual addition and the norm where that is agreed to work.
 
     Make it with ``open``, at start-up, and close it: ``with AllReduceFusion.open(...) as fusion``. All ranks of the
-    group make the same calls in the same order on operands of equal shape and dtype.
+    group make the same calls in the same order on operands of equal shape and dtype; that order is one for all objects
+    over the same ranks, which share a workspace. Not for several threads at once.
 
     Attributes:
         group: the ranks. rank, world_size: in-group rank and size.

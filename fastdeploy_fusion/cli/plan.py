@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,..",
         help="token counts of one forward on a rank (default: " + ",".join(map(str, TOKENS)) + ")",
     )
-    parser.add_argument("--all-sites", action="store_true", help="one line a sum, instead of one a kind of sum")
+    parser.add_argument("--all-sites", action="store_true", help="a line for every sum, not one for each kind")
     parser.add_argument("--layer", type=int, metavar="N", help="layer to draw (default: of the most frequent kind)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     add_parallel_args(parser)

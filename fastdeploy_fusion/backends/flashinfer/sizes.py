@@ -16,7 +16,7 @@ CONTROL_FLAG_BYTES = 5 * 4
 # 2**30 for an address inside the buffer; FlashInfer itself only caps it at 2**31.
 COMM_LIMIT = 1 << 30
 # FlashInfer's own table, in MiB of 2 * world_size * tokens * hidden * item bytes: above it, two-shot. Two ranks never
-# gain by two-shot (measured on 2 x H200 at every size), whence no entry for them; 16 ranks are not in FlashInfer's.
+# gain by two-shot (measured on 2 x H200 at every size) and have no entry; 16 ranks are not in FlashInfer's.
 ONESHOT_MIB = {4: 64, 8: 42, 16: 42}
 
 
