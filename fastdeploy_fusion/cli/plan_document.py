@@ -149,6 +149,7 @@ def _totals(sites: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, int]:
             path == Route.FUSED.value and site["op"] == Op.ADD_RMS_NORM.value
             for path, site in zip(paths, sites, strict=True)
         ),
+        "summed": paths.count(Route.SUMMED.value),
         "plain": paths.count(Route.PLAIN.value),
         "bytes": sum(site["bytes_a_token"] for site in sites) * num_tokens,
     }

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_MARKS = {"fused": "fused", "plain": "plain", "empty": "-"}
+_MARKS = {"fused": "fused", "summed": "summed", "plain": "plain", "empty": "-"}
 
 
 def render(document: dict[str, Any], *, all_sites: bool = False, layer: int | None = None) -> str:
@@ -67,16 +67,16 @@ def _table(d: dict[str, Any], all_sites: bool) -> Iterator[str]:
 
 def _reasons(d: dict[str, Any]) -> Iterator[str]:
     """Why not, once for each reason, with the token counts that it holds for."""
-    found: dict[str, set[int]] = {}
+    found: dict[tuple[str, str], set[int]] = {}
     for site in d["sites"]:
         for n, decision in site["paths"].items():
-            if decision["path"] == "plain":
+            if decision["path"] in ("summed", "plain"):
                 text = decision["reason"]
                 if decision["reason"] != "over the token limit" and decision["detail"]:
                     text += f" ({decision['detail']})"
-                found.setdefault(text, set()).add(int(n))
-    for text, counts in found.items():
-        yield f"plain at {', '.join(map(str, sorted(counts)))} tokens: {text}"
+                found.setdefault((decision["path"], text), set()).add(int(n))
+    for (path, text), counts in found.items():
+        yield f"{path} at {', '.join(map(str, sorted(counts)))} tokens: {text}"
 
 
 def draw_layer(d: dict[str, Any], layer: int | None = None) -> Iterator[str]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_fusion import probe, tuned
+from fastdeploy_fusion.backends import WorkspacePlan
 from fastdeploy_fusion.cli import main, plan_document
 from fastdeploy_fusion.config import FusionConfig, ParallelConfig
 from fastdeploy_fusion.models import load_config, outline
@@ -145,6 +147,21 @@ def test_text_has_the_table_the_reasons_and_a_drawing(capfd):
     assert text.count(".self_attn.o_proj") == 46 + 1 and "GatedMLP" not in text
     text = plan(capfd, "--model", CONFIGS / "glm_4_5_air", "--tensor-parallel-size", 4, "--layer", 0)
     assert "GatedMLP model.layers.0.mlp.down_proj" in text and "hidden, complete" in text
+
+
+def test_limits_measured_here_are_told_apart(capfd, data, tmp_path, monkeypatch):
+    """Up to 4 tokens with the norm and up to 100 alone: between them the sum goes by itself."""
+    monkeypatch.setenv("FDFUSION_TUNED_TABLE", str(tmp_path / "t.json"))
+    here = probe.rank_facts("shm", ON, WorkspacePlan(2, 64, "float32", 1))["tuned"]["here"]
+    case = {**here, "world_size": 2, "hidden_size": 64, "dtype": "float32", "crossed": True, "measured_to": 1000}
+    entries = [tuned.Entry(**case, pattern=p, limit=n) for p, n in (("add_rms_norm", 4), ("all_reduce", 100))]
+    tuned.write(tmp_path / "t.json", entries)
+    argv = ("--model", data / "glm4_moe_a", "--tensor-parallel-size", 2)
+    paths = plan_json(capfd, *argv)["sites"][-1]["paths"]
+    assert [paths[n]["path"] for n in ("1", "64", "1024")] == ["fused", "summed", "plain"]
+    text = plan(capfd, *argv)
+    assert "summed at 16, 64 tokens: over the token limit" in text
+    assert "plain at 256, 1024, 2048, 8192 tokens: over the token limit" in text
 
 
 def test_one_rank_has_nothing_to_add_up(capfd):
