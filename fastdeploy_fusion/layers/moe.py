@@ -93,6 +93,7 @@ class FusedMoE(WeightedLayer):
 
     def forward(self, x: Any) -> Any:
         if x.shape[0]:
+            self._look_at_parameters()
             out = self._routed(x if self.narrow is None else self.narrow(x), *self.router(x))
             out = out if self.widen is None else self.widen(out)
         else:
@@ -135,11 +136,15 @@ class FusedMoE(WeightedLayer):
             weights = paddle.gather(weights, ops.tensor_of(held, x.place), axis=1)
         return ops.cast(paddle.matmul(ops.cast(weights, stacked.dtype), stacked), x.dtype)
 
-    def _expert(self, expert: int, x: Any) -> Any:
-        # Views of the parameters: taking one costs as much as a small matmul; a cast or a move gives them new memory.
-        where = (self.gate_up.data_ptr(), self.down.data_ptr(), self.gate_up.dtype)
+    def _look_at_parameters(self) -> None:
+        """Views of each expert's matrices, kept until a cast or a move gives the parameters new memory: taking one
+        costs as much as a small matmul."""
+        gate_up, down = self.gate_up, self.down
+        where = (gate_up.data_ptr(), down.data_ptr(), gate_up.dtype)
         if self._views[0] != where:
-            self._views = where, [(self.gate_up[i], self.down[i]) for i in range(len(self.placement.experts))]
+            self._views = where, [(gate_up[i], down[i]) for i in range(len(self.placement.experts))]
+
+    def _expert(self, expert: int, x: Any) -> Any:
         gate_up, down = self._views[1][expert]
         inner = ops.linear(x, gate_up)
         return ops.linear(ops.swiglu(inner) if self.gated else ops.squared_relu(inner), down)
