@@ -46,7 +46,7 @@ def test_a_table_that_rank_0_has_not_is_not_used(opened):
 def test_a_table_of_another_version_is_refused_with_the_reason(opened):
     first = opened["other version"][0]
     assert first["limits"] == [NUM_MAX_TOKENS, NUM_MAX_TOKENS]
-    assert "is not used: it was measured with backend version 'another', and here it is '1'" in first["log"][0]
+    assert "is not used: it was measured with backend version 'another', and here it is '2'" in first["log"][0]
 
 
 def test_the_users_flag_comes_first(opened):

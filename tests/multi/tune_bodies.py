@@ -31,7 +31,7 @@ def limits(rank: int, num_ranks: int, folder: str, case: str) -> dict[str, Any]:
     """Opens with this rank's own table (a file a rank) as `case` says; the limits and what was logged."""
     path = Path(folder) / f"{case}.{rank}.json"
     os.environ["FDFUSION_TUNED_TABLE"] = str(path)
-    version = "another" if case == "other version" else "1"
+    version = "another" if case == "other version" else "2"
     if case != "only rank 1" or rank == 1:
         norm = 5000 + (rank if case == "ranks differ" else 0)
         tuned.write(path, [_entry(version, norm), _entry(version, 30, "all_reduce")])
