@@ -6,7 +6,7 @@ from typing import Any
 from fastdeploy_fusion.errors import CheckpointError
 from fastdeploy_fusion.layers import LatentSizes, MambaSizes, YarnScaling
 
-from .hf_json import architecture_of, eos_ids, number, positive, real, rope_settings, whole
+from .hf_json import architecture_of, eos_ids, is_whole, number, positive, real, rope_settings, whole
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     # What transformers' config class assumes when the file leaves a key out.
@@ -161,7 +161,7 @@ def _moe(values: dict[str, Any]) -> MoeConfig | None:
 
 def _layer_numbers(values: dict[str, Any], key: str) -> list[int]:
     listed = values.get(key) or []
-    if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+    if not isinstance(listed, list) or not all(map(is_whole, listed)):
         raise CheckpointError(f"config.json has {key} = {listed!r}; it must be a list of layer numbers")
     return listed
 

@@ -34,11 +34,16 @@ def required(values: dict[str, Any], key: str) -> Any:
     return values[key]
 
 
+def is_whole(value: Any) -> bool:
+    """A whole number; JSON's true and false are none, though Python's are."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def positive(values: dict[str, Any], *keys: str) -> int:
     """The first of ``keys`` that is there: files of one family name some settings differently."""
     key = next((key for key in keys if values.get(key) is not None), keys[0])
     value = required(values, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if not is_whole(value) or value <= 0:
         raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive integer")
     return value
 
@@ -48,7 +53,7 @@ def whole(values: dict[str, Any], key: str, default: int = 0) -> int:
     value = values.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value) or value < 0:
         raise CheckpointError(f"config.json has {key} = {value!r}; it must be a whole number of at least 0")
     return value
 
@@ -110,6 +115,6 @@ def eos_ids(values: dict[str, Any]) -> tuple[int, ...]:
     """``eos_token_id``: none, one or a list."""
     eos = values.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+    if not all(map(is_whole, ids)):
         raise CheckpointError(f"the checkpoint has eos_token_id = {eos!r}; it must be a token id, or a list of them")
     return tuple(ids)
